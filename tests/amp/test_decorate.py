@@ -14,7 +14,7 @@ from halfstep import amp
 from halfstep.core.dtypes import dtype_name
 from halfstep.stepping.attached import attached_to
 from tests.support.apex_recording import golden
-from tests.support.worlds import FP32, advance, unscaled_step
+from tests.support.worlds import FP32, advance, unscaled_step, with_optimizer
 
 DTYPES = golden("paddle_decorate")["decorate"]
 HALVES = [torch.float16, torch.bfloat16]
@@ -235,8 +235,7 @@ def test_masters_move_where_weights_alone_do_not(half: torch.dtype, master_weigh
 
 def test_optimizer_state_follows_the_parameters() -> None:
     for master_weight, expected in ((None, FP32), (False, torch.bfloat16)):
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.Adam(model.parameters())
+        model, optimizer = with_optimizer(nn.Linear(2, 2), torch.optim.Adam)
         unscaled_step(model(torch.ones(1, 2)).sum(), optimizer)
         amp.decorate(model, optimizer, level="O2", dtype="bfloat16", master_weight=master_weight)
         model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
@@ -336,8 +335,7 @@ def test_gradient_dtypes_as_recorded(half: torch.dtype, master_grad: bool) -> No
 def test_master_grad_accumulates_in_fp32(half: torch.dtype) -> None:
     small = torch.finfo(half).eps / 4  # lost when added to 1 in 16 bits
     for master_grad, total in ((True, 1 + 2 * small), (False, 1 + 2 * small)):
-        model = nn.Linear(1, 1, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = with_optimizer(nn.Linear(1, 1, bias=False), torch.optim.SGD, lr=1.0)
         nn.init.ones_(model.weight)
         amp.decorate(model, optimizer, level="O2", dtype=half, master_grad=master_grad)
         for factor in (1.0, small, small):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, UsageError
-from tests.support.worlds import unscaled_step
+from tests.support.worlds import unscaled_step, with_optimizer
 
 OPTIMIZERS = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, optimizers.FusedAdam]
 
@@ -86,7 +86,6 @@ def test_masters_are_for_optimizers_only() -> None:
 
 
 def test_an_optimizer_without_masters_has_none() -> None:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, optimizer = with_optimizer(model(), torch.optim.SGD, lr=0.1)
     amp.initialize(net, optimizer, opt_level="O0", verbosity=0)
     assert not amp.has_masters(optimizer)

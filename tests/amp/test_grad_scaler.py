@@ -20,7 +20,7 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, LossScal
 from halfstep.core.loss_scale import DynamicLossScale, StaticLossScale
 from tests.support.apex_recording import golden
 from tests.support.scaling_reference import FLAGS, RULES, reference
-from tests.support.worlds import advance
+from tests.support.worlds import advance, with_optimizer
 
 PADDLE = golden("paddle_grad_scaler")
 # What the recordings ran with where they name nothing: the defaults of Paddle 3.3, which its guide does not have.
@@ -542,8 +542,7 @@ def test_clipping(fused: bool, by: str) -> None:
 @pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_clipping_an_overflow_skips(level: str, unscaled: bool) -> None:
-    model = nn.Linear(2, 2)
-    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optim = with_optimizer(nn.Linear(2, 2), torch.optim.SGD, lr=1.0)
     if level == "O2":
         model, optim = amp.decorate(model, optim, level="O2", dtype="bfloat16")
     scaler = amp.GradScaler()
@@ -559,8 +558,7 @@ def test_clipping_an_overflow_skips(level: str, unscaled: bool) -> None:
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("level", ["none", "O2"])
 def test_an_overflow_that_ends_by_update_without_a_step_skips_no_later_one(level: str, clips: bool) -> None:
-    model = nn.Linear(2, 2)
-    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optim = with_optimizer(nn.Linear(2, 2), torch.optim.SGD, lr=1.0)
     if level == "O2":
         model, optim = amp.decorate(model, optim, level="O2", dtype="bfloat16")
     scaler = amp.GradScaler(init_scale=4.0, decr_every_n_nan_or_inf=1)

@@ -14,13 +14,12 @@ from halfstep import amp
 from halfstep.amp.loss_scaler import LossScaler
 from halfstep.core.errors import ArgumentValueError, UsageError
 from halfstep.core.loss_scale import DynamicLossScale, StaticLossScale
-from tests.support.worlds import advance
+from tests.support.worlds import advance, with_optimizer
 
 
 def brought_up(**options: Any) -> tuple[LossScaler, Any]:
     """The scaler of a model at O1, and a pass with it: True for one that overflows."""
-    model: Any = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    model, optimizer = with_optimizer(nn.Linear(2, 1), torch.optim.SGD, 1e-3)
     options = {"opt_level": "O1", "dtype": torch.float16, "verbosity": 0, "loss_scale": "dynamic", **options}
     model, optimizer = amp.initialize(model, optimizer, **options)
 

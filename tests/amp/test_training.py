@@ -16,7 +16,7 @@ from halfstep import amp
 from halfstep.core.errors import HalfstepError
 from halfstep.gradients.master_registry import master_of
 from tests.support.apex_recording import batch, golden, net
-from tests.support.worlds import scaled_backward
+from tests.support.worlds import scaled_backward, with_optimizer
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 HALVES = [torch.float16, torch.bfloat16]
@@ -257,8 +257,7 @@ def test_fp64_and_integer_parameters(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_parameter_in_two_optimizers(level: str) -> None:
-    model = net()
-    first = torch.optim.SGD(model.parameters(), lr=0.125)
+    model, first = with_optimizer(net(), torch.optim.SGD, lr=0.125)
     second = torch.optim.SGD(model[3].parameters(), lr=0.25)
     amp.initialize(model, [first, second], opt_level=level, dtype=torch.bfloat16, loss_scale=128.0, verbosity=0)
     backward(loss_of(model, 0), [first, second])
@@ -403,11 +402,9 @@ def test_step_hooks_and_return_value(level: str) -> None:
 
 @pytest.mark.parametrize("half", HALVES)
 def test_checkpoint_from_fp32_training_loads_before_initialize(half: torch.dtype) -> None:
-    plain = net()
-    reference = torch.optim.Adam(plain.parameters(), lr=0.01)
+    plain, reference = with_optimizer(net(), torch.optim.Adam, lr=0.01)
     train(plain, reference, 3)
-    model = net()
-    optim = torch.optim.Adam(model.parameters(), lr=0.01)
+    model, optim = with_optimizer(net(), torch.optim.Adam, lr=0.01)
     model.load_state_dict(plain.state_dict())
     optim.load_state_dict(reference.state_dict())
     amp.initialize(model, optim, opt_level="O2", dtype=half, verbosity=0)

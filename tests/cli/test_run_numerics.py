@@ -15,7 +15,7 @@ from halfstep.cli.run import command
 from halfstep.cli.run_numerics import Monitors
 from halfstep.numerics import Row, load_rows
 from tests.support.python import python
-from tests.support.worlds import scaled_step
+from tests.support.worlds import scaled_step, with_optimizer
 
 MODEL = """
 import torch
@@ -211,8 +211,7 @@ def test_models_that_amp_prepares_are_seen_from_their_first_step() -> None:
     monitors = Monitors(every=1)
     creation_callbacks.append(monitors.see_created)
     try:
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = with_optimizer(torch.nn.Linear(2, 1), torch.optim.SGD, lr=0.1)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
         scaled_step(model(torch.ones(1, 2)).sum(), optimizer)
     finally:

@@ -17,6 +17,7 @@ from halfstep import amp as ours
 from halfstep.apex import amp
 from halfstep.core.errors import ArgumentValueError, UsageError
 from halfstep.core.loss_scale import DynamicLossScale
+from tests.support.worlds import with_optimizer
 
 HALF, FLOAT = torch.float16, torch.float32
 X = torch.ones(2, 2)
@@ -36,8 +37,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def bring_up(**options: Any) -> tuple[Any, Any]:
-    model: Any = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = with_optimizer(nn.Linear(2, 2), torch.optim.SGD, 0.1)
     return amp.initialize(model, optimizer, **{"opt_level": "O1", "verbosity": 0, **options})  # type: ignore[no-any-return]
 
 

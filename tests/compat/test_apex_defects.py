@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from halfstep import HalfstepError, amp
 from halfstep.core.errors import LossScaleCollapsed, UnsafeOpError
 from halfstep.fp16_utils import DynamicLossScaler, FP16_Optimizer, LossScaler
-from tests.support.worlds import advance, read_back, scaled_backward, scaled_step
+from tests.support.worlds import advance, read_back, scaled_backward, scaled_step, with_optimizer
 
 HALF, BF16 = torch.float16, torch.bfloat16
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -98,8 +98,7 @@ def test_resuming_in_any_order(order: tuple[str, ...]) -> None:
     for state in optimizer.state.values():
         state["exp_avg_sq"].mul_(1e-6)  # as small as they are late in a training
     state = read_back({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()})
-    second: Any = net()
-    other: Any = torch.optim.Adam(second.parameters(), lr=1e-3, eps=1e-4)
+    second, other = with_optimizer(net(), torch.optim.Adam, lr=1e-3, eps=1e-4)
     for what in order:
         if what == "initialize":
             second, other = initialize(second, other, opt_level="O2", verbosity=0)
@@ -384,8 +383,7 @@ def test_evaluation_does_not_grow() -> None:
 
 def test_a_scheduler_made_before_initialize() -> None:
     """A warning that optimizer.step() had been overridden, or, after a skipped first step, that it was forgotten."""
-    model: Any = net()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(net(), torch.optim.SGD, lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model, optimizer = initialize(model, optimizer, opt_level="O2", verbosity=0)
     x = torch.randn(8, 4)

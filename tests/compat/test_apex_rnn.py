@@ -15,7 +15,7 @@ from torch import nn
 from halfstep import amp
 from halfstep.apex import RNN
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from tests.support.worlds import advance
+from tests.support.worlds import advance, with_optimizer
 
 T, B, IN, H = 5, 3, 4, 6
 KINDS = {"LSTM": (RNN.LSTM, nn.LSTM, {}), "GRU": (RNN.GRU, nn.GRU, {})}
@@ -254,8 +254,7 @@ def test_levels(name: str, level: str, dtype: torch.dtype, bidirectional: bool) 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.parts["out"](self.parts["rnn"](x)[0])  # type: ignore[no-any-return]
 
-    net: Any = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, optimizer = with_optimizer(Net(), torch.optim.SGD, lr=0.1)
     kind = {} if level == "O0" else {"dtype": dtype}
     net, optimizer = amp.initialize(net, optimizer, opt_level=level, loss_scale=64.0, verbosity=0, **kind)
     x = torch.randn(T, B, IN)

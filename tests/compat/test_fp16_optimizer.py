@@ -32,7 +32,7 @@ from tests.support.fp16_training import (
     values,
     wrapped,
 )
-from tests.support.worlds import read_back
+from tests.support.worlds import read_back, with_optimizer
 
 FACTS = golden("apex_fp16_utils")
 
@@ -552,8 +552,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers(name: str, where: str) -> None:
     def rates(wrap: bool) -> list[float]:
-        model = linear()
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, inner = with_optimizer(linear(), torch.optim.SGD, lr=0.1, momentum=0.9)
         scheduler = SCHEDULERS[name](inner) if where.endswith("before") else None
         optim = FP16_Optimizer(inner, 8.0, verbose=False) if wrap else inner
         scheduler = scheduler or SCHEDULERS[name](optim)

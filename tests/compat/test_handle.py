@@ -19,7 +19,7 @@ from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, LossScaleCollapsed, UsageError
 from tests.support.apex_recording import batch, fill, grid
 from tests.support.fp16_training import values
-from tests.support.worlds import scaled_backward, scaled_step
+from tests.support.worlds import scaled_backward, scaled_step, with_optimizer
 
 HALF = torch.float16 if torch.cuda.is_available() else torch.bfloat16
 
@@ -101,8 +101,7 @@ def test_verbose_shows_casts_unless_the_program_chose_another_level(
 
 def test_weights_written_between_forwards_are_seen(init: Callable[..., Any]) -> None:
     handle = init()
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = with_optimizer(linear(), torch.optim.SGD, lr=1.0)
     for _ in range(2):
         scaled_step(loss_on(model), optimizer, by=handle)
         expected = F.linear(torch.ones(1, 3).to(HALF), model.weight.to(HALF), model.bias.to(HALF))
@@ -189,8 +188,7 @@ def test_a_handle_that_was_overruled_does_not_come_back() -> None:
 
 
 def test_a_scheduler_that_wrapped_step_keeps_working(init: Callable[..., Any]) -> None:
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(linear(), torch.optim.SGD, lr=0.1)
     handle = init()
     scaled_backward(loss_on(model), optimizer, by=handle)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -262,8 +260,7 @@ def test_overflow_skips_one_step_and_lowers_the_scale(
 ) -> None:
     caplog.set_level(logging.INFO, logger="halfstep")
     handle = init(loss_scale="dynamic")
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(linear(), torch.optim.SGD, lr=0.1)
     scales = []
     moved = []
     for factor in (1.0, float("inf"), 1.0, float("nan"), 1.0):
@@ -281,8 +278,7 @@ def test_overflow_skips_one_step_and_lowers_the_scale(
 
 def test_a_failing_block_leaves_gradients_and_scale(init: Callable[..., Any]) -> None:
     handle = init()
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(linear(), torch.optim.SGD, lr=0.1)
     loss_on(model).backward()
     before = [p.grad.clone() for p in model.parameters()]
 
@@ -299,8 +295,7 @@ def test_a_failing_block_leaves_gradients_and_scale(init: Callable[..., Any]) ->
 
 def test_a_collapse_names_the_parameter(init: Callable[..., Any]) -> None:
     handle = init()
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(linear(), torch.optim.SGD, lr=0.1)
 
     def train() -> None:
         for _ in range(200):
@@ -365,8 +360,7 @@ def test_one_loss_too_many(init: Callable[..., Any]) -> None:
 
 
 def test_everything_else_is_the_optimizers(init: Callable[..., Any]) -> None:
-    model = linear()
-    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    model, inner = with_optimizer(linear(), torch.optim.Adam, lr=0.1)
     inner.note = "mine"
     optimizer = init().wrap_optimizer(inner, num_loss=1)
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -399,8 +393,7 @@ def test_everything_else_is_the_optimizers(init: Callable[..., Any]) -> None:
 
 
 def test_disabled_does_nothing() -> None:
-    model = linear()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, inner = with_optimizer(linear(), torch.optim.SGD, lr=0.1)
     before = everything(inner)
     handle = amp.init(enabled=False)
     assert (handle.is_active(), handle.has_cache, handle.verbose) == (False, False, False)

@@ -17,7 +17,7 @@ from halfstep.kernels.backends import compiler as cxx
 from halfstep.multi_tensor import multi_tensor_applier
 from tests.support import optimizer_references as papers
 from tests.support.backends import on_each_backend, skip_without_compiler  # noqa: F401
-from tests.support.worlds import scaled_step
+from tests.support.worlds import scaled_step, with_optimizer
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(3, 4), (), (0,), (5000,)]
@@ -297,8 +297,7 @@ def test_wrong_lists() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_masters_that_a_fused_optimizer_keeps(dtype: torch.dtype) -> None:
     """Kernels read and write what ``master_params`` yields, although it has no memory before it is used."""
-    model: Any = nn.Linear(8, 4)
-    optimizer: Any = optimizers.FusedAdam(model.parameters(), lr=1e-2)
+    model, optimizer = with_optimizer(nn.Linear(8, 4), optimizers.FusedAdam, lr=1e-2)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, verbosity=0)
     scaled_step(model(torch.ones(2, 8)).sum(), optimizer)
     masters = list(amp.master_params(optimizer))

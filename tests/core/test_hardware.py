@@ -15,7 +15,7 @@ import halfstep
 from halfstep import amp
 from halfstep.core import hardware
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
-from tests.support.worlds import BF16, FP16
+from tests.support.worlds import BF16, FP16, with_optimizer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 UNITS = {"none": [], "avx512": ["avx512_bf16"], "arm": ["fp16_arith", "bf16"], "amx": ["amx_bf16", "avx512_fp16"]}
@@ -187,8 +187,7 @@ def begin(model: Any, optimizer: Any, half: torch.dtype | None, face: str, level
 def start(
     half: torch.dtype | None, face: str = "initialize", level: str = "O2", device: str = "cpu", emulate: Any = False
 ) -> nn.Module:
-    model = nn.Linear(2, 2, device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(nn.Linear(2, 2, device=device), torch.optim.SGD, lr=0.1)
     begin(model, optimizer, half, face, level, emulate)
     return model
 
@@ -292,8 +291,7 @@ def test_disabled_is_silent(pretend_cpu: PretendCPU) -> None:
 @pytest.mark.parametrize("face", ["initialize", "decorate"])
 def test_as_an_error_it_leaves_everything_unchanged(pretend_cpu: PretendCPU, face: str) -> None:
     pretend_cpu()
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1)
     for _ in range(2):  # what was raised has not been said
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -14,7 +14,7 @@ import halfstep
 from halfstep import Finding, amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from halfstep.findings.finding import grouped, share
-from tests.support.worlds import scaled_step
+from tests.support.worlds import scaled_step, with_optimizer
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -182,8 +182,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.mark.filterwarnings("ignore:.*rounds away")
 def test_the_device_is_read_once_at_most(reads: list[str]) -> None:
-    model = Net().bfloat16()
-    optimizer = optimizers.FusedAdam(model.parameters(), lr=torch.tensor(1e-4))
+    model, optimizer = with_optimizer(Net().bfloat16(), optimizers.FusedAdam, lr=torch.tensor(1e-4))
     model(torch.randn(8, 16).bfloat16()).float().square().mean().backward()
     optimizer.step()
     reads.clear()
@@ -226,8 +225,7 @@ def test_a_batch_is_what_the_model_takes() -> None:
 
 
 def test_wrapped_and_compiled_models() -> None:
-    model = Net().bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = with_optimizer(Net().bfloat16(), torch.optim.SGD, lr=1.0)
     compiled = torch.compile(model, backend="eager")
     (found,) = halfstep.check(compiled, optimizer, batch=torch.randn(8, 16).bfloat16())[:1]
     assert found.where == "body.*, head.* (4 tensors, 128 weights)"
@@ -283,8 +281,7 @@ def test_a_share_is_never_rounded_up_to_all(fraction: float, text: str) -> None:
 
 
 def test_initialize_logs_one_line_of_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    model, optimizer = with_optimizer(Net(), torch.optim.AdamW, lr=1e-6)
     with caplog.at_level(logging.INFO, "halfstep"):
         amp.initialize(model, optimizer, opt_level="O3", dtype="bfloat16")
     lines = [record for record in caplog.records if record.message.startswith("halfstep.check: ")]
@@ -296,8 +293,7 @@ def test_initialize_logs_one_line_of_what_is_wrong(caplog: pytest.LogCaptureFixt
 
 
 def test_decorate_logs_one_line_of_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    model, optimizer = with_optimizer(Net(), torch.optim.AdamW, lr=1e-6)
     amp.decorate(model, optimizer, level="O2", dtype="float16", master_weight=False)
     (record,) = caplog.records
     assert "HS101" in record.message

@@ -19,15 +19,14 @@ from halfstep import amp
 from halfstep.core.errors import ArgumentValueError
 from halfstep.model import CheckPrecision
 from tests.support.python import python
-from tests.support.worlds import scaled_step
+from tests.support.worlds import scaled_step, with_optimizer
 
 # ---- the callback
 
 
 def fitted(dtype: torch.dtype, level: str | None, callback: CheckPrecision) -> CheckPrecision:
     network = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 4)).to(dtype)
-    model = halfstep.Model(network)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7)
+    model, optimizer = with_optimizer(halfstep.Model(network), torch.optim.AdamW, lr=1e-7)
     model.prepare(optimizer, nn.CrossEntropyLoss(), amp_configs=level and {"level": level, "dtype": "bfloat16"})
     data = TensorDataset(torch.randn(32, 8).to(dtype), torch.randint(4, (32,)))
     model.fit(data, batch_size=8, epochs=2, verbose=0, callbacks=callback)
@@ -239,8 +238,7 @@ def test_the_traceback_of_a_script_that_fails_has_no_frames_of_ours(tmp_path: Pa
 def test_a_forgotten_optimizer_is_named_after_its_first_step(
     scaled: bool, given: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = nn.Linear(8, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    model, optimizer = with_optimizer(nn.Linear(8, 4), torch.optim.AdamW, lr=1e-6)
     amp.decorate(model, optimizer if given else None, level="O2", dtype="bfloat16")
     scaler = amp.GradScaler(enable=scaled)
     for _ in range(2):

@@ -16,7 +16,7 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError
 from halfstep.findings.memory import OPTIMIZERS, Line, lines
 from tests.support.backends import skip_without_compiler
-from tests.support.worlds import scaled_backward, step_and_clear
+from tests.support.worlds import scaled_backward, step_and_clear, with_optimizer
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch.optim.SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -134,8 +134,7 @@ def test_bytes_of_any_kind_of_tensor_count(kind: str) -> None:
 
 
 def test_state_of_any_form_counts() -> None:
-    model = nn.Linear(8, 8, bias=False)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, line_search_fn=None)
+    model, optimizer = with_optimizer(nn.Linear(8, 8, bias=False), torch.optim.LBFGS, max_iter=2, line_search_fn=None)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()

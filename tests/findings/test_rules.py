@@ -14,7 +14,7 @@ import halfstep
 from halfstep import Finding, amp, optimizers
 from halfstep.findings import rules_of_model
 from halfstep.findings.checking import RULES
-from tests.support.worlds import Applies, step_and_clear
+from tests.support.worlds import Applies, step_and_clear, with_optimizer
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -52,8 +52,7 @@ def test_there_is_one_rule_for_each_code() -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("steps", [0, 3])
 def test_lost_updates_are_an_error_without_masters(dtype: torch.dtype, steps: int) -> None:
-    model = net(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, eps=1e-4)
+    model, optimizer = with_optimizer(net(dtype), torch.optim.AdamW, lr=1e-6, eps=1e-4)
     trained(model, optimizer, steps)
     found = only(halfstep.check(model, optimizer), "HS101")
     assert found.severity == "error"
@@ -76,8 +75,7 @@ def test_some_lost_updates_are_a_warning_and_few_are_nothing() -> None:
 
 
 def test_a_learning_rate_on_the_device_is_read_with_the_rest() -> None:
-    model = net(torch.bfloat16)
-    optimizer = optimizers.FusedAdam(model.parameters(), lr=torch.tensor(1e-6))
+    model, optimizer = with_optimizer(net(torch.bfloat16), optimizers.FusedAdam, lr=torch.tensor(1e-6))
     assert only(halfstep.check(model, optimizer), "HS101").evidence["lr"] == pytest.approx(1e-6)
 
 
@@ -107,15 +105,13 @@ def test_masters_and_stochastic_rounding_lose_nothing(make: Callable[[nn.Module]
 )
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_second_moment_that_cannot_decay(dtype: torch.dtype, beta2: float, severity: list[str], steps: int) -> None:
-    model = net(dtype)
-    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, beta2), eps=1e-3)
+    model, optimizer = with_optimizer(net(dtype), torch.optim.Adam, betas=(0.9, beta2), eps=1e-3)
     trained(model, optimizer, steps)
     assert [each.severity for each in halfstep.check(model, optimizer) if each.code == "HS102"] == severity
 
 
 def test_the_second_moment_of_fp32_weights_may_be_in_16_bits_too() -> None:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = with_optimizer(net(), torch.optim.Adam)
     trained(model, optimizer)
     for state in optimizer.state.values():
         state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16()
@@ -132,8 +128,7 @@ def test_what_stuck_means_is_true() -> None:
 
 @pytest.mark.parametrize(("weight_decay", "found"), [(0.01, True), (0.0, False), (10.0, False)])
 def test_weight_decay_below_the_grid(weight_decay: float, found: bool) -> None:
-    model = net(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=weight_decay)
+    model, optimizer = with_optimizer(net(torch.bfloat16), torch.optim.AdamW, lr=1e-3, weight_decay=weight_decay)
     assert ("HS103" in codes(halfstep.check(model, optimizer))) is found
     before = model[0].weight.detach().clone()
     for p in model.parameters():
@@ -152,8 +147,7 @@ def test_weight_decay_in_the_gradient_is_not_lost_by_itself() -> None:
     [(torch.float16, 1e-8, True), (torch.float16, 1e-4, False), (torch.bfloat16, 1e-8, False)],
 )
 def test_eps_that_is_zero_in_the_state(dtype: torch.dtype, eps: float, found: bool) -> None:
-    model = net(dtype)
-    optimizer = torch.optim.Adam(model.parameters(), eps=eps)
+    model, optimizer = with_optimizer(net(dtype), torch.optim.Adam, eps=eps)
     assert ("HS106" in codes(halfstep.check(model, optimizer))) is found
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -226,8 +220,7 @@ class Rotary(nn.Module):
     ids=["LayerNorm", "RMSNorm", "gate", "router"],
 )
 def test_norms_and_routers_without_masters(make: Any, where: str, dtype: torch.dtype) -> None:
-    model = make().to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = with_optimizer(make().to(dtype), torch.optim.SGD, lr=1.0)
     found = only(halfstep.check(model, optimizer), "HS104")
     assert found.severity == "warning"
     assert found.where.replace("*", "0") == where
@@ -351,8 +344,7 @@ def test_an_average_of_equal_weights_has_no_decay() -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_fp32_weights_that_something_rounds(dtype: torch.dtype) -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = with_optimizer(net(), torch.optim.AdamW)
     model.load_state_dict({name: value.to(dtype).float() for name, value in model.state_dict().items()})
     assert halfstep.check(model, optimizer) == []  # as from a checkpoint
     trained(model, optimizer)
@@ -461,8 +453,7 @@ def test_autocast_computes_the_loss_in_fp32(scope: Any) -> None:
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, amp.GradScaler])
 def test_float16_needs_a_loss_scale(kind: Any) -> None:
-    model = net(torch.float16)
-    optimizer = optimizers.FusedAdam(model.parameters(), master_weights=True)
+    model, optimizer = with_optimizer(net(torch.float16), optimizers.FusedAdam, master_weights=True)
     assert codes(halfstep.check(model, optimizer)) == ["HS107"]
     assert codes(halfstep.check(model, optimizer, scaler=kind(device="cpu"))) == []
     off = halfstep.check(model, optimizer, scaler=kind(device="cpu", enabled=False))
@@ -471,8 +462,7 @@ def test_float16_needs_a_loss_scale(kind: Any) -> None:
 
 
 def test_float16_in_autocast_is_seen_with_a_batch() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters())
+    model, optimizer = with_optimizer(net(), torch.optim.SGD)
     inner = loss_of(model, torch.Tensor.float)
 
     def batch() -> torch.Tensor:
@@ -485,23 +475,20 @@ def test_float16_in_autocast_is_seen_with_a_batch() -> None:
 
 
 def test_a_policy_says_what_the_model_does_not_show() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters())
+    model, optimizer = with_optimizer(net(), torch.optim.SGD)
     policy = halfstep.Policy.from_level("O1", "float16")
     assert "HS107" in codes(halfstep.check(model, optimizer, policy=policy))
 
 
 @pytest.mark.parametrize(("kind", "severity"), [(torch.amp.GradScaler, "warning"), (amp.GradScaler, "note")])
 def test_a_scaler_is_of_no_use_for_bfloat16(kind: Any, severity: str) -> None:
-    model = net(torch.bfloat16)
-    optimizer = optimizers.FusedAdam(model.parameters(), master_weights=True)
+    model, optimizer = with_optimizer(net(torch.bfloat16), optimizers.FusedAdam, master_weights=True)
     assert only(halfstep.check(model, optimizer, scaler=kind(device="cpu")), "HS108").severity == severity
     assert halfstep.check(model, optimizer, scaler=kind(device="cpu", enabled=False)) == []
 
 
 def test_a_scaler_that_stays_at_one_scales_nothing() -> None:
-    model = net(torch.float16)
-    optimizer = optimizers.FusedAdam(model.parameters(), master_weights=True)
+    model, optimizer = with_optimizer(net(torch.float16), optimizers.FusedAdam, master_weights=True)
     scaler = amp.GradScaler(init_loss_scaling=1.0, use_dynamic_loss_scaling=False)
     assert codes(halfstep.check(model, optimizer, scaler=scaler)) == ["HS107", "HS108"]
 
@@ -512,11 +499,9 @@ def test_a_scaler_that_stays_at_one_scales_nothing() -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("accumulate", "found"), [(1, False), (15, False), (16, True)])
 def test_accumulation_in_16_bits(dtype: torch.dtype, accumulate: int, found: bool) -> None:
-    model = net(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = with_optimizer(net(dtype), torch.optim.SGD, lr=1.0)
     assert ("HS110" in codes(halfstep.check(model, optimizer, accumulate=accumulate))) is found
-    model = net(dtype)
-    optimizer = optimizers.FusedAdam(model.parameters(), master_weights=True)
+    model, optimizer = with_optimizer(net(dtype), optimizers.FusedAdam, master_weights=True)
     assert "HS110" not in codes(halfstep.check(model, optimizer, accumulate=accumulate))
 
 
@@ -537,9 +522,7 @@ def test_a_device_without_units(monkeypatch: pytest.MonkeyPatch, dtype: torch.dt
 
     plain = net(dtype)
     assert severities(plain, torch.optim.SGD(plain.parameters())) == ([] if there else ["warning"])
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, verbosity=0)
+    model, optimizer = amp.initialize(*with_optimizer(net(), torch.optim.SGD), opt_level="O2", dtype=dtype, verbosity=0)
     assert severities(model, optimizer) == ([] if there else ["note"])
 
 
@@ -566,8 +549,7 @@ def test_an_optimizer_of_another_model() -> None:
 
 
 def test_a_part_that_was_replaced_after_the_optimizer_was_made() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters())
+    model, optimizer = with_optimizer(net(), torch.optim.SGD)
     model[2] = nn.Linear(64, 8)
     assert only(halfstep.check(model, optimizer), "HS115").severity == "warning"
 
@@ -586,8 +568,7 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize(("froze", "severity"), [("a layer", "warning"), ("the model", "error")])
 def test_adapters_that_came_after_the_optimizer(froze: str, severity: str) -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters())
+    model, optimizer = with_optimizer(net(), torch.optim.SGD)
     if froze == "the model":
         model.requires_grad_(False)
     assert "HS115" not in {each.code for each in halfstep.check(model, optimizer)}, "what is frozen is no finding"
@@ -689,8 +670,7 @@ def test_a_frozen_part_and_a_zero_layer_are_no_finding() -> None:
     ("fused", "dtype", "found"), [(True, "bfloat16", True), (True, "float16", True), (False, "bfloat16", False)]
 )
 def test_a_fused_sgd_that_leaves_16_bit_weights_as_they_are_is_an_error(fused: bool, dtype: str, found: bool) -> None:
-    model = nn.Linear(16, 4).to(getattr(torch, dtype))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    model, optimizer = with_optimizer(nn.Linear(16, 4).to(getattr(torch, dtype)), torch.optim.SGD, lr=0.1, fused=fused)
     severities = [each.severity for each in halfstep.check(model, optimizer) if each.code == "HS113"]
     assert severities == ["error"] * found
     model, optimizer = amp.initialize(model, optimizer, opt_level="O3", dtype=dtype, verbosity=0)

@@ -12,7 +12,7 @@ from torch import nn
 import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
-from tests.support.worlds import advance, scaled_step
+from tests.support.worlds import advance, scaled_step, with_optimizer
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -64,8 +64,7 @@ def test_it_measures_what_steps_change(kind: Any, options: dict[str, Any], lr: f
 
 
 def attached(level: str, fused: bool, dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    model, optimizer = with_optimizer(net(), torch.optim.AdamW, lr=1e-5)
     return amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, fused=fused)
 
 
@@ -84,8 +83,7 @@ def test_masters_lose_nothing(level: str, fused: bool, dtype: torch.dtype) -> No
 
 
 def test_attached_after_it_is_watched() -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7)
+    model, optimizer = with_optimizer(net(), torch.optim.AdamW, lr=1e-7)
     watch = halfstep.watch(optimizer, every=1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O3", dtype="bfloat16", verbosity=0)
     train(model, optimizer)
@@ -103,8 +101,7 @@ def test_a_skipped_step_does_not_count(fused: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*rounds away")
 def test_a_step_that_another_scaler_skips_does_not_count() -> None:
-    model = net()
-    optimizer = optimizers.FusedAdam(model.parameters(), lr=1e-3)
+    model, optimizer = with_optimizer(net(), optimizers.FusedAdam, lr=1e-3)
     watch = halfstep.watch(optimizer, every=1)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.full((16, 32), torch.inf)).square().mean()).backward()
@@ -114,8 +111,7 @@ def test_a_step_that_another_scaler_skips_does_not_count() -> None:
 
 
 def test_weights_without_gradient_do_not_count() -> None:
-    table = nn.Embedding(100, 4)
-    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    table, optimizer = with_optimizer(nn.Embedding(100, 4), torch.optim.SGD, lr=1.0)
     watch = halfstep.watch(optimizer, every=1)
     table(torch.tensor([3, 5])).sum().backward()
     optimizer.step()
@@ -124,8 +120,7 @@ def test_weights_without_gradient_do_not_count() -> None:
 
 
 def test_only_every_nth_step_is_looked_at_and_none_after_remove() -> None:
-    model = net(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    model, optimizer = with_optimizer(net(torch.bfloat16), torch.optim.SGD, lr=1e-9)
     watch = halfstep.watch(optimizer, every=3)
     train(model, optimizer, 2)
     assert watch.findings() == []
@@ -142,8 +137,7 @@ def test_only_every_nth_step_is_looked_at_and_none_after_remove() -> None:
 
 
 def test_what_is_lost_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = net(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    model, optimizer = with_optimizer(net(torch.bfloat16), torch.optim.SGD, lr=1e-9)
     watch = halfstep.watch(optimizer, every=1)
     train(model, optimizer, 4)
     watch.findings()
@@ -155,8 +149,7 @@ def test_what_is_lost_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_watched_optimizer_can_be_copied() -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = with_optimizer(net(), torch.optim.AdamW)
     watch = halfstep.watch(optimizer, every=1)
     other, copied = copy.deepcopy((model, optimizer))
     train(other, copied)
@@ -168,8 +161,7 @@ def test_training_is_the_same() -> None:
     ends = []
     for watched in (False, True):
         torch.manual_seed(0)
-        model = net(torch.bfloat16)
-        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = with_optimizer(net(torch.bfloat16), torch.optim.AdamW)
         if watched:
             halfstep.watch(optimizer, every=1)
         train(model, optimizer)

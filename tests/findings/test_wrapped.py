@@ -12,7 +12,7 @@ from torch import nn
 
 import halfstep
 from halfstep import amp
-from tests.support.worlds import advance
+from tests.support.worlds import advance, with_optimizer
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 
@@ -30,8 +30,7 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_ddp(dtype: torch.dtype) -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = with_optimizer(net(), torch.optim.AdamW)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, verbosity=0)
     wrapper = nn.parallel.DistributedDataParallel(model)
     for _ in range(2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.gradients.unscale import Unscaler
-from tests.support.worlds import BF16, FP16, FP32
+from tests.support.worlds import BF16, FP16, FP32, with_optimizer
 
 SCALE = 128.0
 
@@ -125,8 +124,7 @@ def test_without_gradients_the_norm_is_zero() -> None:
 @pytest.mark.parametrize("max_norm", [1.0, 1e3], ids=["clipped", "below the norm"])
 @pytest.mark.parametrize("keeper", ["nobody", "O0", "O2 fused", "O2 plain"])
 def test_a_scaler_divides_by_the_scale_before_it_clips(keeper: str, max_norm: float) -> None:
-    model: Any = nn.Linear(4, 3, bias=False)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = with_optimizer(nn.Linear(4, 3, bias=False), torch.optim.SGD, lr=0.0)
     if keeper != "nobody":
         level, fused = keeper[:2], keeper != "O2 plain"
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=BF16, fused=fused, verbosity=0)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from halfstep import amp, optimizers
 from tests.support.backends import skip_without_compiler
-from tests.support.worlds import FP32, scaled_backward, step_and_clear
+from tests.support.worlds import FP32, scaled_backward, step_and_clear, with_optimizer
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -22,8 +20,7 @@ def test_the_gradient_after_a_block_is_fp32(
     level: str, fused: bool, scale: float, passes: int, half: torch.dtype
 ) -> None:
     skip_without_compiler(level == "O2" and fused)
-    model: Any = nn.Linear(4, 3)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(nn.Linear(4, 3), torch.optim.AdamW, lr=0.1)
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=level, dtype=half, fused=fused, loss_scale=scale, verbosity=0
     )
@@ -39,8 +36,7 @@ def test_the_gradient_after_a_block_is_fp32(
 @pytest.mark.parametrize("scale", [1.0, 128.0])
 def test_it_stays_in_16_bits_where_the_optimizer_clips_by_itself(scale: float, passes: int) -> None:
     skip_without_compiler(True)
-    model: Any = nn.Linear(4, 3)
-    optimizer: Any = optimizers.FusedAdam(model.parameters(), lr=0.1, max_grad_norm=1.0)
+    model, optimizer = with_optimizer(nn.Linear(4, 3), optimizers.FusedAdam, lr=0.1, max_grad_norm=1.0)
     model, optimizer = amp.initialize(
         model, optimizer, opt_level="O2", dtype=torch.bfloat16, loss_scale=scale, verbosity=0
     )

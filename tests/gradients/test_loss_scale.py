@@ -34,7 +34,7 @@ from halfstep.gradients.loss_scaler import DeviceLossScaler
 from tests.support.apex_recording import golden, grid
 from tests.support.fake_cuda import fake_cuda
 from tests.support.scaling_reference import FLAGS, RULES, SMALLEST, reference
-from tests.support.worlds import advance, scaled_backward, step_and_clear
+from tests.support.worlds import advance, scaled_backward, step_and_clear, with_optimizer
 
 CPU = torch.device("cpu")
 YES, NO = torch.ones(()), torch.zeros(())
@@ -308,8 +308,7 @@ def test_apex_unscale_values() -> None:
         (False, "static128: fp32 in place"),
     ):
         assert recorded in APEX["unscale"]
-        model = nn.Linear(6, 1, bias=False)
-        optim = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optim = with_optimizer(nn.Linear(6, 1, bias=False), torch.optim.SGD, lr=0.0)
         model, optim = amp.initialize(
             model, optim, opt_level="O2" if half else "O0", dtype=torch.float16, loss_scale=128.0, verbosity=0
         )

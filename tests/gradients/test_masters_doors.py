@@ -15,7 +15,7 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.optimizers.fuse import OfTorch, fuse
 from tests.support.backends import skip_without_compiler
-from tests.support.worlds import BF16, FP16, advance, scaled_backward, scaled_step, step_and_clear
+from tests.support.worlds import BF16, FP16, advance, scaled_backward, scaled_step, step_and_clear, with_optimizer
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
@@ -111,8 +111,7 @@ def test_a_write_to_a_weight_is_seen_at_once(copied: bool, fused: bool, half: to
 @in_both_halves
 @with_both_masters
 def test_the_state_of_an_optimizer_without_masters_leaves_them_alone(fused: bool, half: torch.dtype) -> None:
-    plain = nn.Linear(8, 4)
-    adam = torch.optim.AdamW(plain.parameters())
+    plain, adam = with_optimizer(nn.Linear(8, 4), torch.optim.AdamW)
     plain(X).sum().backward()
     adam.step()
     weights, state = copy.deepcopy(plain.state_dict()), copy.deepcopy(adam.state_dict())
@@ -392,8 +391,7 @@ def test_gradients_are_16_bit_again_when_the_optimizer_is_gone(fused: bool, half
 
 
 def test_a_filter_that_raises_leaves_the_gradients() -> None:
-    model = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(nn.Linear(8, 4), torch.optim.SGD, lr=0.1)
     model(X).sum().backward()
     before = model.weight.grad.clone()
 

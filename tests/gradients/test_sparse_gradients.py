@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -12,6 +10,7 @@ from halfstep import amp
 from halfstep.gradients.ledger import Gradients
 from halfstep.gradients.table import OptimizerTable
 from halfstep.gradients.unscale import Unscaler
+from tests.support.worlds import with_optimizer
 
 BIG = 60_000.0  # two of them are more than fp16 holds
 
@@ -49,8 +48,7 @@ def test_parts_that_were_set_aside_do_not_overflow_when_a_dense_gradient_comes()
 @pytest.mark.filterwarnings("ignore:The block of amp.scale_loss was left:UserWarning")  # gradients are set by hand
 @pytest.mark.parametrize("values", [[BIG, BIG], [BIG, BIG, -BIG], [1.0]])
 def test_a_master_gets_the_sum_even_if_16_bits_do_not_hold_it(values: list[float]) -> None:
-    model: Any = nn.Embedding(3, 2, sparse=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = with_optimizer(nn.Embedding(3, 2, sparse=True), torch.optim.SGD, lr=1.0)
     model, optimizer = amp.initialize(
         model, optimizer, opt_level="O2", dtype=torch.float16, fused=False, loss_scale=128.0, verbosity=0
     )

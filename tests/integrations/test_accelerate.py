@@ -23,7 +23,7 @@ from halfstep import DynamicLossScale, Policy, amp
 from halfstep.core.errors import UsageError
 from halfstep.integrations.accelerate import attach
 from tests.integrations import direct_loop as direct
-from tests.support.worlds import scaled_backward
+from tests.support.worlds import scaled_backward, with_optimizer
 
 
 def forget() -> None:
@@ -248,8 +248,7 @@ def test_a_policy_is_what_initialize_makes_of_it(level: str) -> None:
 def test_initialize_takes_what_prepare_has_wrapped(door: str) -> None:
     masters = []
     for wrap in (False, True):
-        model = direct.classifier()
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        model, optimizer = with_optimizer(direct.classifier(), torch.optim.AdamW, lr=1e-5)
         if wrap:
             optimizer = Accelerator(cpu=True).prepare(optimizer)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)

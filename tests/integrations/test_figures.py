@@ -15,7 +15,7 @@ from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from halfstep.integrations.figures import FiguresCallback, figures, sink
 from tests.integrations import direct_loop as direct
-from tests.support.worlds import unscaled_step
+from tests.support.worlds import unscaled_step, with_optimizer
 
 
 class Measured:
@@ -31,8 +31,7 @@ def data(batches: int = 4) -> TensorDataset:
 
 
 def fitted(target: Any, **options: Any) -> halfstep.Model:
-    model = halfstep.Model(direct.classifier())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = with_optimizer(halfstep.Model(direct.classifier()), torch.optim.AdamW, lr=1e-2)
     configs = {"level": "O2", "dtype": "float16", "init_loss_scaling": 1024.0, "decr_every_n_nan_or_inf": 1}
     model.prepare(optimizer, nn.CrossEntropyLoss(), amp_configs=configs)
     callback = FiguresCallback(target, **options)
@@ -99,8 +98,7 @@ def test_a_run_is_logged_to_by_its_log() -> None:
 
 
 def test_findings_are_counted_by_their_codes() -> None:
-    model = direct.classifier().to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    model, optimizer = with_optimizer(direct.classifier().to(torch.bfloat16), torch.optim.AdamW, lr=1e-6)
     codes = [finding.code for finding in halfstep.check(model, optimizer)]
     found = figures(model, optimizer)
     assert found["halfstep/findings"] == len(codes) > 0

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from halfstep import DynamicLossScale, Policy, amp, optimizers
 from halfstep.integrations.timm import HalfstepScaler
 from tests.integrations import direct_loop as direct
+from tests.support.worlds import with_optimizer
 
 
 def train(
@@ -91,8 +92,7 @@ def test_adaptive_clipping_is_that_of_the_masters(level: str, dtype: str) -> Non
 
 
 def test_a_part_of_the_parameters_can_be_clipped() -> None:
-    model = direct.classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = with_optimizer(direct.classifier(), torch.optim.SGD, lr=1.0)
     loss_scaler = HalfstepScaler("O2", "bfloat16")
     loss_scaler.prepare(model, optimizer)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]

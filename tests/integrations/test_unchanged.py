@@ -18,7 +18,7 @@ from torch.optim import swa_utils
 
 from halfstep import amp
 from tests.integrations import direct_loop as direct
-from tests.support.worlds import step_and_clear, unscaled_step
+from tests.support.worlds import step_and_clear, unscaled_step, with_optimizer
 
 
 def missing(package: str) -> str:
@@ -82,8 +82,7 @@ def test_every_scheduler_of_torch_is_here() -> None:
 @pytest.mark.parametrize("name", list(SCHEDULERS))
 def test_schedulers_go_on_and_resume(name: str, made: str) -> None:
     def run(decorated: bool) -> tuple[list[Any], Any]:
-        model = direct.classifier()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        model, optimizer = with_optimizer(direct.classifier(), torch.optim.SGD, lr=1e-2, momentum=0.9)
         scheduler = SCHEDULERS[name](optimizer) if made == "before" else None
         if decorated:
             amp.decorate(model, optimizer, level="O2", dtype="bfloat16")
@@ -107,8 +106,7 @@ def test_schedulers_go_on_and_resume(name: str, made: str) -> None:
 
 
 def test_averages_of_weights_are_fp32_means_of_the_masters() -> None:
-    model = direct.classifier()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = with_optimizer(direct.classifier(), torch.optim.AdamW, lr=1e-2)
     amp.decorate(model, optimizer, level="O2", dtype="bfloat16")
     average = swa_utils.AveragedModel(amp.master_model(model))
     schedule = swa_utils.SWALR(optimizer, swa_lr=1e-3, anneal_epochs=2)

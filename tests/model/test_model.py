@@ -20,7 +20,7 @@ from halfstep.core.errors import ArgumentTypeError
 from halfstep.model import Callback
 from halfstep.model.configs import read_configs
 from tests.support import digits as sklearn_digits
-from tests.support.worlds import step_and_clear
+from tests.support.worlds import step_and_clear, with_optimizer
 
 RECORDED = json.loads((Path(__file__).parents[1] / "golden/paddle_hapi.json").read_text())
 
@@ -65,8 +65,7 @@ def test_windows_are_averaged_the_last_one_over_what_is_left(level: str) -> None
     configs = level if level == "O0" else {"level": level, "dtype": "bfloat16"}
     model = prepared(configs)
     model.fit(batches, verbose=0, accumulate_grad_batches=3)
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net, optimizer = with_optimizer(network(), torch.optim.SGD, lr=0.1, momentum=0.9)
     if level == "O2":
         amp.decorate(net, optimizer, level="O2", dtype="bfloat16")
     for window in (batches[:3], batches[3:]):

@@ -16,7 +16,7 @@ from halfstep import Finding, amp
 from halfstep.numerics import Monitor, Row, load_rows, save_rows, write_report
 from halfstep.numerics.alarms import findings_in
 from tests.numerics.models import MODELS
-from tests.support.worlds import advance, unscaled_step
+from tests.support.worlds import advance, unscaled_step, with_optimizer
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -103,8 +103,7 @@ def test_a_mask_of_zeros_and_minus_inf_is_meant_to_be_so() -> None:
 
 
 def test_weights_that_an_earlier_step_has_spoilt_are_said_to_be() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), torch.optim.SGD, lr=0.1)
     with torch.no_grad():
         model[1].weight.fill_(math.nan)
     with Monitor(model, optimizer, every=1) as monitor:
@@ -277,8 +276,7 @@ def test_an_overflow_after_a_step_that_was_too_large_is_not_blamed_on_its_module
             return self.layer(x) * 1e3
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Grows())
-    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    model, optimizer = with_optimizer(nn.Sequential(nn.Linear(8, 8), Grows()), torch.optim.SGD, lr=10.0)
     with Monitor(model, optimizer, every=1) as monitor:
         for _ in range(30):
             unscaled_step(model(torch.ones(4, 8)).square().mean(), optimizer)
@@ -314,8 +312,7 @@ def with_cut(place: int, factor: float) -> nn.Sequential:
 
 
 def steps_of(model: nn.Module, dtype: torch.dtype, factor: float, steps: int = 2) -> list[Finding]:
-    model = model.to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = with_optimizer(model.to(dtype), torch.optim.SGD, lr=1e-3)
     with Monitor(model, optimizer, every=1) as monitor:
         for _ in range(steps):
             unscaled_step(model(torch.randn(16, 8).to(dtype)).float().square().mean() * factor, optimizer)
@@ -343,8 +340,7 @@ def test_gradients_that_are_zero_from_the_start(
 
 
 def test_gradients_that_come_later_were_not_zero_from_the_start() -> None:
-    model = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = with_optimizer(nn.Linear(8, 4), torch.optim.SGD, lr=1e-3)
     with Monitor(model, optimizer, every=1) as monitor:
         for factor in (0.0, 1.0):
             unscaled_step(model(torch.randn(16, 8)).square().mean() * factor, optimizer)

@@ -21,7 +21,7 @@ from halfstep import Policy, amp, numerics
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.numerics import Comparison, Entry
 from tests.support.processes import Ranks
-from tests.support.worlds import Applies, scaled_step
+from tests.support.worlds import Applies, scaled_step, with_optimizer
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -119,8 +119,7 @@ def test_both_runs_draw_the_same_random_numbers() -> None:
 
 
 def test_a_run_ends_where_the_optimizer_steps() -> None:
-    model = broken()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = with_optimizer(broken(), torch.optim.SGD, lr=1.0)
     before = state_of(model)
 
     def step() -> None:
@@ -224,8 +223,7 @@ def test_without_a_candidate_the_step_is_compared_as_it_is(recipe: Callable[[nn.
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_model_that_was_brought_up_is_compared_as_it_is(level: str, dtype: torch.dtype) -> None:
-    model = broken()
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = with_optimizer(broken(), torch.optim.AdamW)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
     before = state_of(model)
     found = numerics.compare_step(lambda: loss_of(model), model)

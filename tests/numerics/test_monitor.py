@@ -21,7 +21,7 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.numerics import Monitor, Row, load_rows
-from tests.support.worlds import advance, scaled_backward, scaled_step, step_and_clear, unscaled_step
+from tests.support.worlds import advance, scaled_backward, scaled_step, step_and_clear, unscaled_step, with_optimizer
 
 HALVES = [torch.float16, torch.bfloat16]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -216,8 +216,7 @@ def test_updates_are_those_of_the_masters() -> None:
     for (name, _), old, new in zip(model.named_parameters(), masters, after, strict=True):
         assert rows[name].dtype == "float32"
         assert rows[name].amax == pytest.approx(float((new - old).abs().max()), rel=1e-6)
-    lost = net().bfloat16()
-    plain = torch.optim.AdamW(lost.parameters(), lr=1e-7, foreach=False)
+    lost, plain = with_optimizer(net().bfloat16(), torch.optim.AdamW, lr=1e-7, foreach=False)
     with Monitor(lost, plain, every=1) as monitor:
         lost(batch(0).bfloat16()).float().square().mean().backward()
         plain.step()
@@ -338,8 +337,7 @@ def test_a_parameter_that_a_module_returns_keeps_no_hook() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.table()
 
-    model = Whole()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(Whole(), torch.optim.SGD, lr=0.1)
     with Monitor(model, optimizer, every=1) as monitor:
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
@@ -366,8 +364,7 @@ def test_fp16_optimizer_is_watched_step_by_step() -> None:
 
 
 def test_gradients_of_all_steps_count_when_other_parameters_have_them() -> None:
-    model = nn.Sequential(nn.Linear(16, 4), nn.Linear(16, 4))
-    optimizer = optimizers.FusedAdam(model.parameters(), lr=1e-3)
+    model, optimizer = with_optimizer(nn.Sequential(nn.Linear(16, 4), nn.Linear(16, 4)), optimizers.FusedAdam, lr=1e-3)
     largest: dict[str, float] = {}
     with Monitor(model, optimizer, every=4, tensors=("grad",)) as monitor:
         for step in range(7):
@@ -397,8 +394,7 @@ def test_two_monitors_of_one_optimizer_see_the_same() -> None:
 
 
 def test_a_monitor_may_come_before_amp() -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = with_optimizer(net(), torch.optim.AdamW, lr=1e-2)
     monitor = Monitor(model, optimizer, every=1).attach()
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
     for step in range(2):
@@ -408,8 +404,7 @@ def test_a_monitor_may_come_before_amp() -> None:
 
 
 def test_layers_and_weights_that_come_later_are_seen() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(net(), torch.optim.SGD, lr=0.1)
     with Monitor(model, optimizer, every=1) as monitor:
         loss_of(model, 0).backward()
         optimizer.step()
@@ -521,8 +516,7 @@ def test_what_a_checkpoint_recomputes_counts_once(reentrant: bool) -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return checkpoint(self.inner, x.requires_grad_(), use_reentrant=reentrant)
 
-    model = Checkpointed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(Checkpointed(), torch.optim.SGD, lr=0.1)
     with Monitor(model, optimizer, every=1) as monitor:
         loss_of(model, 0).backward()
         optimizer.step()
@@ -612,8 +606,7 @@ def test_a_compiled_model_is_seen_and_not_compiled_again() -> None:
         compiled.append(graph)
         return graph.forward
 
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(net(), torch.optim.SGD, lr=0.1)
     fast = torch.compile(model, backend=backend)
     loss_of(fast, 0).backward()
     count = len(compiled)
@@ -635,8 +628,7 @@ def test_vmap_and_functional_calls_are_left_alone() -> None:
 
 
 def test_released_gradients_are_not_seen_and_the_rest_is() -> None:
-    model = net()
-    optimizer = optimizers.FusedAdam(model.parameters(), lr=1e-2)
+    model, optimizer = with_optimizer(net(), optimizers.FusedAdam, lr=1e-2)
     release = optimizer.attach(model)
     with Monitor(model, optimizer, every=1) as monitor:
         loss_of(model, 0).backward()
@@ -664,8 +656,7 @@ def test_sparse_integer_and_empty_tensors_are_taken_or_left() -> None:
         def forward(self, ids: torch.Tensor) -> Any:
             return {"out": self.table(ids), "ids": ids, "none": torch.zeros(0), "z": torch.ones(2) * 1j}
 
-    model = Odd()
-    optimizer = torch.optim.SparseAdam(model.parameters())
+    model, optimizer = with_optimizer(Odd(), torch.optim.SparseAdam)
     with Monitor(model, optimizer, every=1) as monitor:
         model(torch.tensor([1, 2, 1]))["out"].sum().backward()
         optimizer.step()
@@ -762,8 +753,7 @@ def test_a_ramp_of_activations_is_announced_before_the_first_skipped_step(caplog
         growth = 1.02 + 0.13 * float(torch.rand((), generator=random))
         gain, layers = Gain(), [nn.Linear(16, 16) for _ in range(4)]
         layers.insert(int(torch.randint(0, 5, (), generator=random)), gain)
-        model = nn.Sequential(*layers)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        model, optimizer = with_optimizer(nn.Sequential(*layers), torch.optim.SGD, lr=1e-4)
         model, optimizer = amp.initialize(
             model, optimizer, opt_level="O2", dtype=torch.float16, verbosity=0, loss_scale=2.0
         )
@@ -819,8 +809,7 @@ def test_a_run_that_stays_where_it_is_raises_no_alarm() -> None:
 
 
 def test_flushed_gradients_are_found_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = net().half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    model, optimizer = with_optimizer(net().half(), torch.optim.SGD, lr=1e-4)
     with caplog.at_level(logging.INFO, "halfstep"), Monitor(model, optimizer, every=1) as monitor:
         for step in range(3):
             unscaled_step(model(batch(step).half()).float().square().mean() * 1e-5, optimizer)

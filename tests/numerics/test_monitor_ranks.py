@@ -12,7 +12,7 @@ from torch import nn
 from halfstep import amp, optimizers
 from halfstep.numerics import Monitor, Row, merge_rows
 from tests.support.processes import Ranks
-from tests.support.worlds import advance, unscaled_step
+from tests.support.worlds import advance, unscaled_step, with_optimizer
 
 
 def net() -> nn.Sequential:
@@ -25,8 +25,7 @@ def data(rank: int, step: int) -> torch.Tensor:
 
 
 def under_ddp(rank: int, watching: list[int]) -> tuple[list[Row], list[torch.Tensor]]:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = with_optimizer(net(), torch.optim.AdamW, lr=1e-2)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.float16, verbosity=0)
     wrapper = nn.parallel.DistributedDataParallel(model)
     monitor = Monitor(wrapper, optimizer, every=2)

@@ -18,7 +18,7 @@ from halfstep.numerics import OpTable
 from halfstep.observe.ops import OpCall
 from halfstep.observe.watch import Watch
 from tests.support.processes import Ranks
-from tests.support.worlds import scaled_step
+from tests.support.worlds import scaled_step, with_optimizer
 
 
 class Net(nn.Module):
@@ -97,8 +97,7 @@ def test_without_a_model_modules_are_named_by_the_way_to_them() -> None:
 
 
 def test_ops_of_an_optimizer_are_its_own() -> None:
-    model = made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    model, optimizer = with_optimizer(made(), torch.optim.SGD, lr=0.1, foreach=False)
 
     def step() -> None:
         loss_of(model).backward()

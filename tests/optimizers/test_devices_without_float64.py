@@ -20,7 +20,7 @@ from halfstep.core import scalars
 from halfstep.kernels import multi_tensor
 from halfstep.numerics import Monitor
 from halfstep.optimizers.base import one_minus_power
-from tests.support.worlds import scaled_step
+from tests.support.worlds import scaled_step, with_optimizer
 
 
 class RefusesFloat64(TorchDispatchMode):
@@ -152,8 +152,7 @@ def test_multi_tensor_functions_need_no_float64(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_monitor_needs_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     with without_float64(monkeypatch):
-        model = nn.Linear(8, 4)
-        optimizer = optimizers.FusedAdam(model.parameters(), max_grad_norm=1.0)
+        model, optimizer = with_optimizer(nn.Linear(8, 4), optimizers.FusedAdam, max_grad_norm=1.0)
         with Monitor(model, optimizer, every=1) as monitor:
             for _ in range(2):
                 model(torch.randn(16, 8)).square().mean().backward()

@@ -26,7 +26,7 @@ from halfstep.kernels import backend
 from halfstep.kernels.backends import compiler
 from halfstep.optimizers import release as release_file
 from tests.support.backends import needs_compiler
-from tests.support.worlds import scaled_backward, scaled_step, step_and_clear
+from tests.support.worlds import scaled_backward, scaled_step, step_and_clear, with_optimizer
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -194,8 +194,7 @@ def test_on_a_gpu(dtype: torch.dtype, tiny_buckets: None) -> None:
 def test_stochastic_rounding_draws_the_same_numbers(tiny_buckets: None) -> None:
     runs = []
     for released in (False, True):
-        model = network().to(BF16)
-        optim = optimizers.FusedAdam(model.parameters(), lr=1e-3, rounding="stochastic", seed=3)
+        model, optim = with_optimizer(network().to(BF16), optimizers.FusedAdam, lr=1e-3, rounding="stochastic", seed=3)
         if released:
             optim.attach(model)
         train(model, optim, [x.to(BF16) for x in batches(4)])
@@ -227,8 +226,7 @@ def test_groups_that_come_and_go(tiny_buckets: None) -> None:
 
 @needs_compiler
 def test_a_parameter_that_left_keeps_its_gradient() -> None:
-    model: Any = network()
-    optim = optimizers.FusedAdam(model.parameters())
+    model, optim = with_optimizer(network(), optimizers.FusedAdam)
     optim.attach(model)
     train(model, optim, batches(1))
     left = optim.param_groups[0]["params"].pop()
@@ -262,8 +260,7 @@ def test_ten_bytes_a_parameter(loss_scale: float, ordinary: float, emulated: flo
 
 
 def test_gradients_are_freed_one_by_one(tiny_buckets: None) -> None:
-    model: Any = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
-    optim = optimizers.FusedAdam(model.parameters())
+    model, optim = with_optimizer(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5))), optimizers.FusedAdam)
     optim.attach(model)
     freed: list[bool] = []
     brought: list[weakref.ref[torch.Tensor]] = []
@@ -616,8 +613,7 @@ def test_remove_brings_the_ordinary_step_back() -> None:
 
 
 def test_release_false_changes_nothing() -> None:
-    model = network()
-    optim = optimizers.FusedLAMB(model.parameters())
+    model, optim = with_optimizer(network(), optimizers.FusedLAMB)
     handle = optim.attach(model, release=False)
     loss_of(model, batches(1)[0]).backward()
     assert optim.release is None

@@ -18,7 +18,7 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, Halfstep
 from halfstep.kernels import backend
 from halfstep.optimizers import FusedMuon, can_fuse, fuse, muon, newton_schulz, unfuse
 from tests.support.backends import needs_compiler, skip_without_compiler
-from tests.support.worlds import advance, scaled_step
+from tests.support.worlds import advance, scaled_step, with_optimizer
 
 F64, F32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 BACKENDS = ["eager", "torch", pytest.param("compiled", marks=needs_compiler)]
@@ -376,8 +376,7 @@ def test_trains_at_every_level(make: Any, level: str, dtype: str) -> None:
 
 @needs_compiler
 def test_bytes_of_a_parameter() -> None:
-    model = nn.Linear(128, 128, bias=False)
-    optimizer = torch.optim.Muon(model.parameters())
+    model, optimizer = with_optimizer(nn.Linear(128, 128, bias=False), torch.optim.Muon)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16")
     scaled_step(model(torch.ones(2, 128)).float().mean(), optimizer)
     found = halfstep.memory(model, optimizer)

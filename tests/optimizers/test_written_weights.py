@@ -17,7 +17,7 @@ from halfstep.kernels.expr import ElementwiseKernel
 from halfstep.kernels.launch import launch
 from halfstep.kernels.storage import dense, honoured, join, plain, round_half_away, split
 from halfstep.kernels.tensor_table import TensorTable
-from tests.support.worlds import BF16, FP16, FP32, FP64, advance
+from tests.support.worlds import BF16, FP16, FP32, FP64, advance, with_optimizer
 
 HALVES = [BF16, FP16]
 TRITON = pytest.mark.skipif(
@@ -267,8 +267,7 @@ def test_a_written_weight_outlives_the_change_to_split_masters() -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_model_loaded_between_two_steps_of_o2(dtype: torch.dtype) -> None:
-    model = nn.Linear(4, 4)
-    optim = optimizers.FusedAdam(model.parameters(), lr=1e-4)
+    model, optim = with_optimizer(nn.Linear(4, 4), optimizers.FusedAdam, lr=1e-4)
     model, optim = amp.initialize(model, optim, opt_level="O2", dtype=dtype, loss_scale=128.0, verbosity=0)
     for _ in range(2):
         advance(model(torch.ones(2, 4)).square().mean(), optim)

@@ -24,6 +24,7 @@ __all__ = [
     "scaled_step",
     "step_and_clear",
     "unscaled_step",
+    "with_optimizer",
 ]
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -38,6 +39,11 @@ class Applies(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)
+
+
+def with_optimizer(model: Any, kind: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any]:
+    """Pair a model with an optimizer of its parameters."""
+    return model, kind(model.parameters(), *args, **options)
 
 
 def scaled_backward(loss: torch.Tensor, optimizer: Any, *args: Any, by: Any = amp, **options: Any) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import HalfstepError, TrainStep, amp, optimizers
 from tests.support.processes import Ranks
-from tests.support.worlds import BF16, FP16, scaled_backward
+from tests.support.worlds import BF16, FP16, scaled_backward, with_optimizer
 
 SCALERS: dict[str, Callable[[], Any]] = {
     "no scaler": lambda: None,
@@ -129,8 +129,7 @@ def test_it_is_the_loop(level: str | None, dtype: Any, make: Any, scaler: str, a
 
 
 def test_the_model_may_return_the_loss_of_the_whole_batch() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(mlp(), torch.optim.SGD, lr=0.1)
     step = TrainStep(lambda given: loss_of(model(given["x"]), given["y"]), None, optimizer)
     x, y = batch(0, False)
     first = step({"x": x, "y": y})

@@ -22,7 +22,7 @@ from halfstep.stepping.attached import observers
 from halfstep.train_step import graphed_steps
 from tests.support.backends import skip_without_compiler
 from tests.support.tape import imitation
-from tests.support.worlds import BF16, FP16, FP32, advance, scaled_backward
+from tests.support.worlds import BF16, FP16, FP32, advance, scaled_backward, with_optimizer
 
 
 @pytest.fixture
@@ -377,8 +377,7 @@ def test_a_model_that_reads_the_device_runs_eagerly(caplog: pytest.LogCaptureFix
     trained = []
     for graph in (True, False):
         torch.manual_seed(0)
-        model: Any = Reads()
-        optimizer: Any = optimizers.FusedAdam(model.parameters(), lr=1e-2)
+        model, optimizer = with_optimizer(Reads(), optimizers.FusedAdam, lr=1e-2)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
         step = TrainStep(model, loss_of, optimizer, cuda_graph=graph)
         losses = [step(*batch(i)) for i in range(8)]
@@ -453,8 +452,7 @@ def test_what_reads_the_device_runs_eagerly(make: Any, scaler: Any, reason: str)
 
 @pytest.mark.usefixtures("tapes")
 def test_a_batch_that_a_graph_would_keep_runs_eagerly() -> None:
-    model: Any = nn.Linear(6, 3)
-    optimizer = optimizers.FusedAdam(model.parameters())
+    model, optimizer = with_optimizer(nn.Linear(6, 3), optimizers.FusedAdam)
     step = TrainStep(lambda x, y, mask: loss_of(model(x), y) * float(mask[0]), None, optimizer, cuda_graph=True)
     for i in range(6):
         step(*batch(i), bytearray(b"1"))

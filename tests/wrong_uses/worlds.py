@@ -15,6 +15,7 @@ import halfstep
 from halfstep import amp, fp16_utils, optimizers, static
 from halfstep.casting.scope import session_casting
 from halfstep.core.torch_compat import module_hooks
+from tests.support.worlds import with_optimizer
 
 __all__ = ["World", "same", "snapshot"]
 
@@ -117,8 +118,7 @@ def used() -> World:
 
 def old() -> World:
     """``FP16_Optimizer`` around Adam over a half model."""
-    model = nn.Linear(4, 2).half()
-    inner = torch.optim.Adam(model.parameters())
+    model, inner = with_optimizer(nn.Linear(4, 2).half(), torch.optim.Adam)
     optimizer = fp16_utils.FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
     return World(model=model, inner=inner, optimizer=optimizer, loss=torch.ones((), requires_grad=True))
 
@@ -130,8 +130,7 @@ def weights() -> World:
 
 def fused() -> World:
     """A bfloat16 layer and FusedAdam with masters after a step."""
-    model = nn.Linear(4, 2).bfloat16()
-    optimizer = optimizers.FusedAdam(model.parameters(), master_weights=True)
+    model, optimizer = with_optimizer(nn.Linear(4, 2).bfloat16(), optimizers.FusedAdam, master_weights=True)
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     return World(model=model, optimizer=optimizer)
