@@ -103,7 +103,7 @@ class ModuleHooks:
         if self.casting is not None:
             keep_session(self.casting, copied)
         if self.weight is not None:  # of a whole model; `amp.master_model` makes copies without these hooks
-            logger.info("The copy of a 16-bit model is 16-bit, too. For an EMA average amp.master_model(model), in fp32.")
+            logger.info("The copy of a 16-bit model is 16-bit. For an EMA average amp.master_model(model), in fp32.")
         return copied
 
     def attach_to(self, module: nn.Module) -> ModuleHooks:
