@@ -783,6 +783,8 @@ def test_a_session_that_ends_inside_an_op(monkeypatch: pytest.MonkeyPatch) -> No
     seen(again)
     assert outside() is FP16
     amp.deactivate()
+    assert outside() is FP32
+    del again
     assert torch_is_untouched()
 
 
@@ -806,6 +808,22 @@ def test_a_session_that_ends_where_native_autocast_is_off_for_a_while(inside: st
         x.sum().backward()
     assert outside() is FP32
     assert not torch.is_autocast_enabled("cpu")
+    assert torch_is_untouched()
+
+
+@pytest.mark.usefixtures("without_the_collector")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_names_of_torch_are_replaced_once_for_a_model_and_until_it_is_gone(level: str) -> None:
+    """What is put on and off in each pass costs each pass, and a model may come to use a checkpoint in any of them."""
+    model = bring_up(level, BF16, emulate=True)
+    seen(model)
+    while_alive = vars(torch.autograd.Function)["apply"]
+    assert while_alive is not TORCHS_OWN[1]
+    other = copy.deepcopy(model)
+    seen(other)
+    del model
+    assert vars(torch.autograd.Function)["apply"] is while_alive
+    del other
     assert torch_is_untouched()
 
 

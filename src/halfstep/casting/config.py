@@ -69,6 +69,7 @@ class CastingConfig:
         emulated: which 16-bit ops run in fp32 kernels.
         is_noop: True if nothing is done to any op.
         rules: the first arguments of ``build_table``.
+        reaches_later: True if checkpoints and threads follow it, or need not; see ``scope.around_recomputation``.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class CastingConfig:
         self.settings = {**arguments(locals()), "lists": self.lists, "devices": self.devices}
         self.key, self.native, self.emulated = derive(**self.settings)
         self.meets = enabled if meets is None else meets
-        self.is_noop = not (enabled or self.emulated or self.meets)
+        self.is_noop = self.reaches_later = not (enabled or self.emulated or self.meets)
         kinds = frozenset(kind for _, _, kind in self.emulated)
         self.rules = self.lists if enabled else None, self.devices, kinds, self.meets, verbose
 

@@ -75,20 +75,22 @@ class Patches:
         self._hooks = hooks
         self._holders: set[object] = set()
         self._undo = ExitStack()
-        self._lock = threading.Lock()  # each thread may be the first to hold them, or the last
+        # Each thread may be the first to hold them, or the last. A finalizer that releases them may run inside of both.
+        self._lock = threading.RLock()
 
     def hold(self, holder: object) -> None:
         """Have the replacements in place until this holder, and all others, release them."""
         with self._lock:
-            for (module, name), wrap in self._wraps.items() if not self._holders else ():
+            first = not self._holders
+            self._holders.add(holder)
+            for (module, name), wrap in self._wraps.items() if first else ():
                 owner = resolve_name(module)
                 original = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name, None)
                 if original is not None:
                     self._undo.callback(setattr, owner, name, original)
                     setattr(owner, name, wrap(original))
-            for register, hook in self._hooks.items() if not self._holders else ():
+            for register, hook in self._hooks.items() if first else ():
                 self._undo.callback(register(hook).remove)
-            self._holders.add(holder)
 
     def release(self, holder: object) -> None:
         """Hold them no more; a second call does nothing."""
@@ -141,7 +143,7 @@ class Scope:
         owner: who opened it and will close it.
         frame: of the call that opened it; None for a ``with`` block.
         saved: what its end puts back; None if it changed nothing.
-        patches: names of torch that it has replaced.
+        patches: names of torch that it has replaced, or None.
         watched: where a first pass is watched, its kind, and how many ops had met before it; see ``first_passes``.
         casts: the arguments of the model that may be written to, and their casts; see ``inputs``.
     """
@@ -149,7 +151,7 @@ class Scope:
     owner: object
     frame: FrameType | None
     saved: Saved | None = None
-    patches: list[Patches] = dataclasses.field(default_factory=list)
+    patches: Patches | None = None
     watched: tuple[Any, int] | None = None
     casts: Made = dataclasses.field(default_factory=list)
 
@@ -297,8 +299,8 @@ def close(owner: object, *, in_op: bool = False) -> bool:
     scope = None
     while scope is None or scope.owner is not owner:
         scope = thread.open.pop()
-        for patches in scope.patches:
-            patches.release(scope)
+        if scope.patches is not None:
+            scope.patches.release(scope)
         if scope.saved is not None:
             restore(scope.saved, in_op=in_op)
     thread.mode.frame = next((each.frame for each in reversed(thread.open) if each.frame is not None), None)

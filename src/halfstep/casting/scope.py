@@ -91,6 +91,7 @@ NO_CASTING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE)
 
 _ONLY_MEETING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE, meets=True)
 """A scope in which only those ops are cast that torch has refused."""
+_ONLY_MEETING.reaches_later = True  # as the casting does in which the backward pass runs
 
 
 # ---- scopes of one thread
@@ -117,10 +118,11 @@ def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None,
         # A torch.autocast of the user's around this is turned off, but for models that have no casts of their own.
         mine = [] if casting.keeps_autocast else [d for d in casting.devices if d in NATIVE]
         scope.saved = save(dict.fromkeys((*casting.native, *outer, *mine)))
-        for patches, needed in ((around_casts, casting.enabled), (around_recomputation, not casting.is_noop)):
-            if needed:
-                patches.hold(scope)
-                scope.patches.append(patches)
+        if casting.enabled:
+            around_casts.hold(scope)
+            scope.patches = around_casts
+        if not casting.reaches_later:
+            _reach_later(casting)
         set_current(casting, [device for device, _, _ in scope.saved.native])
         thread.explicit = explicit
     thread.open.append(scope)
@@ -197,7 +199,6 @@ def _latest_session() -> Session | None:
         if session in sessions:
             sessions.remove(session)
         around_casts.release(session)
-        around_recomputation.release(session)
     return sessions[-1] if sessions else None
 
 
@@ -217,7 +218,6 @@ def begin_session(casting: OpCasting, owners: Iterable[object] = ()) -> None:
     session = Session(casting, owners)
     if casting.enabled:
         around_casts.hold(session)
-    around_recomputation.hold(session)
     sessions.insert(len(sessions) if casting.enabled else 0, session)
     join_session()
 
@@ -284,6 +284,8 @@ def _join(session: Session, *, in_op: bool = False) -> None:
     native = session.casting.native
     if thread.before is None:
         thread.before = save(native)
+    if not session.casting.reaches_later:
+        _reach_later(session.casting)
     before = thread.before
     set_native(before.native)
     known = [device for device, _, _ in before.native]
@@ -372,4 +374,13 @@ around_recomputation = Patches(
         ("torch.nn.parallel.data_parallel", "parallel_apply"): changing_first(lambda ms: [_remember(m) for m in ms]),
     }
 )
-"""Held while ops are cast or emulated: what runs later, or in another thread, does as it would here."""
+"""What runs later, or in another thread, does as it would here. Each casting that was in force holds these for as long
+as it exists: a model may begin to use checkpoints in any pass, and each pass would pay for putting them on and off."""
+
+
+def _reach_later(casting: CastingConfig) -> None:
+    """Have what is recomputed, and other threads, follow a casting, until it is gone."""
+    casting.reaches_later = True
+    holder = object()
+    around_recomputation.hold(holder)
+    weakref.finalize(casting, around_recomputation.release, holder).atexit = False
