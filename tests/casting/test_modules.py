@@ -269,11 +269,10 @@ def test_the_devices_of_models() -> None:
 def test_a_model_that_has_not_moved_keeps_its_casting_whatever_it_is_given() -> None:
     model, casting = nn.Linear(4, 4), OpCasting(BF16, devices=["cpu"])
     hook = ModuleHooks(casting)
-    hook._move(model)
-    assert hook.casting is casting
-    hook._move(nn.Identity())
-    assert hook.casting is casting
-    hook._move(nn.Linear(4, 4, device="meta"))
+    for module in (model, nn.Identity()):
+        hook._follow(module, (torch.empty(4, device="meta"),), casting)
+        assert hook.casting is casting
+    hook._follow(nn.Linear(4, 4, device="meta"), (torch.empty(4, device="meta"),), casting)
     assert hook.casting.devices == ("cpu", "meta")
 
 

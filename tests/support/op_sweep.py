@@ -32,7 +32,7 @@ __all__ = ["SCOPES", "Case", "Reference", "problem_of"]
 def recorded(casting: OpCasting) -> Iterator[None]:
     """The casts of code that ``torch.compile`` traces, done at once: no op is called again."""
     with casting:
-        thread.mode.table, thread.mode.call_again = thread.mode.recorded, None
+        thread.mode.plan = thread.mode.plan._replace(table=thread.mode.plan.recorded, call_again=None)
         yield
 
 

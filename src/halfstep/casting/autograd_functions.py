@@ -19,11 +19,6 @@ from .dispatch import note_meeting
 __all__ = ["with_inputs_cast"]
 
 
-def _meets() -> bool:
-    """True if ops meet in this thread."""
-    return thread.current is not None and thread.current.meets
-
-
 def with_inputs_cast(remember: Callable[[Any], Any], own: Any) -> Any:
     """The replacement of ``torch.autograd.Function.apply``, by which all functions with their own gradient are called.
 
@@ -40,10 +35,10 @@ def with_inputs_cast(remember: Callable[[Any], Any], own: Any) -> Any:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             args = (remember(args[0]), *args[1:])
-        elif cls is Dirichlet and _meets() and args[0].dtype in HALF_DTYPES:
+        elif cls is Dirichlet and thread.mode.config.meets and args[0].dtype in HALF_DTYPES:
             note_meeting()
             args = (args[0].float(),)
-        elif _meets() and getattr(cls.forward, "__code__", None) is _CUSTOM_FWD.__code__:
+        elif thread.mode.config.meets and getattr(cls.forward, "__code__", None) is _CUSTOM_FWD.__code__:
             details = inspect.getclosurevars(cls.forward).nonlocals
             dtype, device = details.get("cast_inputs"), details["device_type"]
             if dtype is not None and not torch.is_autocast_enabled(device):

@@ -69,6 +69,7 @@ class CastingConfig:
         emulated: which 16-bit ops run in fp32 kernels.
         is_noop: True if nothing is done to any op.
         rules: the first arguments of ``build_table``.
+        plans: how modes carry it out (``current.plan_of``), without and with something that records ops.
         reaches_later: True if checkpoints and threads follow it, or need not; see ``scope.around_recomputation``.
     """
 
@@ -102,6 +103,7 @@ class CastingConfig:
         self.meets = enabled if meets is None else meets
         self.is_noop = self.reaches_later = not (enabled or self.emulated or self.meets)
         kinds = frozenset(kind for _, _, kind in self.emulated)
+        self.plans: dict[tuple[bool, bool], Any] = {}
         self.rules = self.lists if enabled else None, self.devices, kinds, self.meets, verbose
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -61,11 +61,16 @@ def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[..., Any] | None = 
         made: gets each container of which a copy is made, the copy, and the items of the copy. What is in it already
             is not copied again.
     """
+    tensor = isinstance(value, torch.Tensor)
+    if tensor and (value.dtype == dtype or not value.is_floating_point()):
+        return value
     for given, copied, _ in made or ():
         if given is value:
             return copied
+    if tensor:
+        return value.to(dtype) if cast is None else cast(value)
     result = _cast(value, dtype, cast, made)
-    if made is not None and result is not value and not isinstance(value, torch.Tensor):
+    if made is not None and result is not value:
         made.append((value, result, items_of(result)))
     return result
 
@@ -74,10 +79,6 @@ def _cast(value: Any, dtype: torch.dtype, cast: Callable[..., Any] | None, made:
     def inner(key: Any, item: Any) -> Any:
         return cast_tree(item, dtype, cast and functools.partial(cast, key), made)
 
-    if isinstance(value, torch.Tensor):
-        if not value.is_floating_point() or value.dtype == dtype:
-            return value
-        return value.to(dtype) if cast is None else cast(value)
     if isinstance(value, PackedSequence):
         return value.to(dtype) if value.data.is_floating_point() else value
     if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):

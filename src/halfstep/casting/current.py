@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from ..core.compiler_compat import exit_autocast
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import jit_tracing_state
-from .config import NOTHING, CastingConfig
+from .config import CastingConfig
 from .containers import Made
-from .dispatch import CastMode, SessionEnd, function_modes, place, set_function_modes
+from .dispatch import CastMode, Plan, SessionEnd, function_modes, place, set_function_modes
 from .meeting import call_again
 from .rule_table import build_table
 from .weight_cache import WeightCache
@@ -39,12 +39,11 @@ __all__ = [
     "clear_cache",
     "close",
     "close_interrupted",
-    "follow",
     "in_autocast",
     "is_current",
     "is_recorded",
     "leave_traced",
-    "native_state",
+    "plan_of",
     "push_traced",
     "restore",
     "save",
@@ -102,34 +101,30 @@ class Patches:
 
 def changing_first(change: Callable[[Any], Any]) -> Wrap:
     """A wrapper of functions that changes their first argument."""
-
-    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def changed(first: Any, *args: Any, **kwargs: Any) -> Any:
-            return own(change(first), *args, **kwargs)
-
-        return changed
-
-    return wrap
+    return lambda own: functools.wraps(own)(lambda first, *args, **kwargs: own(change(first), *args, **kwargs))
 
 
 class Saved(NamedTuple):
     """What was current in a thread before a scope, or before its first session.
 
     Attributes:
-        casting: the casting, or None.
+        config: of the mode, as the next three.
+        plan: see ``CastMode``.
+        cache: see ``CastMode``.
+        session: see ``CastMode``.
         key: see ``ThreadState``.
         explicit: see ``ThreadState``.
-        session: the session whose casting it was.
         native: types of the devices on which native autocast changes, and whether and in which dtype it was on there.
         native_cache: True if native autocast kept its casts.
         modes: torch's stack.
     """
 
-    casting: CastingConfig | None
+    config: CastingConfig
+    plan: Plan
+    cache: WeightCache | None
+    session: SessionEnd | None
     key: str
     explicit: bool
-    session: SessionEnd | None
     native: list[tuple[str, bool, torch.dtype]]
     native_cache: bool
     modes: list[TorchFunctionMode]
@@ -160,7 +155,6 @@ class ThreadState(threading.local):
     """The state of one thread.
 
     Attributes:
-        current: the current casting, or None.
         key: of the current casting, also in compiled code; empty for one that does nothing.
         explicit: whether the innermost scope is the user's.
         open: the open scopes, the innermost last.
@@ -172,7 +166,6 @@ class ThreadState(threading.local):
     """
 
     def __init__(self) -> None:
-        self.current: CastingConfig | None = None
         self.key = ""
         self.explicit = False
         self.open: list[Scope] = []
@@ -190,10 +183,9 @@ def is_current(casting: CastingConfig) -> bool:
     """Whether the thread does what a casting says already. Dynamo traces this too."""
     if thread.key != casting.key and (thread.key or not casting.is_noop):
         return False
-    if casting.keeps_autocast:
-        return True
     native = [d for d in casting.devices if d in NATIVE and torch.is_autocast_enabled(d)]
-    return native == list(casting.native) and all(torch.get_autocast_dtype(d) is casting.dtype for d in native)
+    same = native == list(casting.native) and all(torch.get_autocast_dtype(d) is casting.dtype for d in native)
+    return casting.keeps_autocast or same
 
 
 def is_recorded() -> bool:
@@ -216,42 +208,26 @@ def set_current(
         torch.set_autocast_enabled(device, device in casting.native)
         if device in casting.native:
             torch.set_autocast_dtype(device, casting.dtype)
-    thread.current, thread.key = casting, "" if casting.is_noop else casting.key
-    follow(thread.mode, casting, session)
+    mode, thread.key = thread.mode, "" if casting.is_noop else casting.key
+    mode.config, mode.session, mode.cache = casting, session, mode.weights if casting.cache else None
+    # The graph of an export must hold every cast, and native autocast leaves no trace in it.
+    mode.plan = plan_of(casting, torch.compiler.is_exporting(), is_recorded())
     if casting.enabled:
-        all_native = casting.lists.level == "native" or not thread.mode.table
+        all_native = casting.lists.level == "native" or not mode.plan.table
         # Outside of scopes nothing would end the casts that native autocast keeps.
         torch.set_autocast_cache_enabled(casting.cache and all_native and session is None)
     if not in_op:
-        place(thread.mode, thread.mode.is_needed)
+        place(mode, mode.is_needed)
 
 
-def follow(
-    mode: CastMode, casting: CastingConfig | None, session: SessionEnd | None = None, explicit: bool | None = None
-) -> None:
-    """Make a mode do what a casting says.
-
-    Args:
-        mode: the mode.
-        casting: None does nothing.
-        session: the session whose casting it is.
-        explicit: of a mode for Dynamo: True to leave nothing to native autocast; see ``build_table``. None in eager
-            mode, where this is so for ``torch.export``: its graph must hold every cast, and native autocast leaves no
-            trace in it.
-    """
-    recorded = explicit is not None or (casting is not None and is_recorded())
-    mode.explicit = torch.compiler.is_exporting() if explicit is None else explicit
-    mode.config, mode.session = casting or NOTHING, session
-    mode.recorded = {} if casting is None else build_table(*casting.rules, mode.explicit, True)
-    mode.table = mode.recorded if casting is None or recorded else build_table(*casting.rules, mode.explicit, False)
-    mode.call_again = call_again if mode.config.meets and not recorded else None
-    mode.cache = mode.weights if mode.config.cache else None
-    mode.is_needed = bool(mode.table) or session is not None or mode.call_again is not None
-
-
-def native_state(devices: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
-    """Of some types of devices, whether and in which dtype native autocast is on."""
-    return [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+def plan_of(casting: CastingConfig, explicit: bool, recorded: bool) -> Plan:
+    """How a mode carries out a casting: ``explicit`` and ``recorded`` as of ``build_table``."""
+    plan = casting.plans.get((explicit, recorded))
+    if plan is None:
+        table, traced = (build_table(*casting.rules, explicit, each) for each in (recorded, True))
+        plan = Plan(explicit, table, traced, call_again if casting.meets and not recorded else None)
+        casting.plans[explicit, recorded] = plan
+    return plan
 
 
 def set_native(state: list[tuple[str, bool, torch.dtype]]) -> None:
@@ -275,21 +251,22 @@ def clear_cache() -> None:
 
 def save(devices: Iterable[str]) -> Saved:
     """What is current; the state of native autocast on these types of devices."""
-    now = thread.current, thread.key, thread.explicit, thread.mode.session
-    return Saved(*now, native_state(devices), torch.is_autocast_cache_enabled(), function_modes())
+    mode, native = thread.mode, [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+    now = mode.config, mode.plan, mode.cache, mode.session, thread.key, thread.explicit
+    return Saved(*now, native, torch.is_autocast_cache_enabled(), function_modes())
 
 
 def restore(saved: Saved, *, in_op: bool = False) -> None:
     """Put back what was current; ``in_op`` as of ``set_current``."""
     set_native(saved.native)
     torch.set_autocast_cache_enabled(saved.native_cache)
-    thread.current, thread.key, thread.explicit = saved.casting, saved.key, saved.explicit
-    follow(thread.mode, saved.casting, saved.session)
-    ours = [mode for mode in saved.modes if isinstance(mode, CastMode)]
-    if ours not in ([], [thread.mode]):  # those of compiled code
+    mode = thread.mode
+    mode.config, mode.plan, mode.cache, mode.session, thread.key, thread.explicit = saved[:6]
+    ours = [each for each in saved.modes if isinstance(each, CastMode)]
+    if ours not in ([], [mode]):  # those of compiled code
         set_function_modes(saved.modes)
     elif not in_op:
-        place(thread.mode, bool(ours) and thread.mode.is_needed)
+        place(mode, bool(ours) and mode.is_needed)
 
 
 def close(owner: object, *, in_op: bool = False) -> bool:
@@ -311,16 +288,12 @@ def close(owner: object, *, in_op: bool = False) -> bool:
 
 def close_interrupted(*, in_op: bool = False) -> None:
     """Close the scopes of calls whose second hooks did not run: of a KeyboardInterrupt, or a step that failed."""
-    while thread.open and not _is_running(thread.open[-1]):
+    # A ``with`` block has no frame, and always is running.
+    while thread.open and thread.open[-1].frame not in (None, *_frames()):
         close(thread.open[-1].owner, in_op=in_op)
     if thread.traced and not any(frame.f_code.co_filename.endswith(_EVAL_FRAME) for frame in _frames()):
         while thread.traced:
             leave_traced()
-
-
-def _is_running(scope: Scope) -> bool:
-    """Whether the call that opened a scope is still running. A ``with`` block always is."""
-    return scope.frame is None or any(frame is scope.frame for frame in _frames())
 
 
 def _frames() -> Iterator[FrameType]:

@@ -6,9 +6,10 @@ The table holds only the callables that need something. Any other call costs one
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable, Mapping
 from types import FrameType, FunctionType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -26,11 +27,12 @@ from ..core.torch_compat import (
     push_function_mode,
     qualified_name,
 )
-from .config import NOTHING
+from .config import NOTHING, CastingConfig
 from .weight_cache import WeightCache
 
 __all__ = [
     "CastMode",
+    "Plan",
     "Rule",
     "SessionEnd",
     "function_modes",
@@ -88,26 +90,37 @@ class SessionEnd(Protocol):
         """Make something else current in this thread."""
 
 
+class Plan(NamedTuple):
+    """How a mode carries out a casting: this follows from the casting, and from what records ops at the moment.
+
+    Attributes:
+        explicit: True if the tables leave nothing to native autocast, which may be on or off, for other lists.
+        table: the rule of each callable; see ``build_table``.
+        recorded: the same for code that Dynamo traces. There no op can be called again.
+        call_again: what is asked when torch has refused the dtypes of a call; see ``meeting.call_again``. None to leave
+            it at that.
+    """
+
+    explicit: bool = False
+    table: Mapping[Callable[..., Any] | str, Rule] = types.MappingProxyType({})
+    recorded: Mapping[Callable[..., Any] | str, Rule] = types.MappingProxyType({})
+    call_again: Callable[..., tuple[bool, Any]] | None = None
+
+
 class CastMode(TorchFunctionMode):
-    """The mode of one thread. It follows one config after another (``current.follow``), and is on torch's stack while
-    one of them needs it.
+    """The mode of one thread. It follows one casting after another, and is on torch's stack while one of them needs it.
 
     Args:
         weights: copies of weights that may be kept.
         close_interrupted: closes the scopes of calls that have ended by Ctrl-C.
 
     Attributes:
-        config: what it does. Of the devices in ``config.native`` native autocast does a part of the work; where a user
+        config: the casting. Of the devices in ``config.native`` native autocast does a part of the work; where a user
             turns it off, nothing is cast.
-        table: the rule of each callable; see ``build_table``.
-        recorded: the same for code that Dynamo traces. There no op can be called again.
-        frame: the call of a model whose casting it is; None for a ``with`` block. Ctrl-C ends it without a second hook.
-        session: the O1 session that the mode follows, which may be over at any op; None in a scope, and if compiled.
-        is_needed: True if it must be on torch's stack.
-        explicit: True if the table leaves nothing to native autocast, which may be on or off, for other lists.
+        plan: how it is carried out.
         cache: copies of weights, or None to keep none.
-        call_again: what is asked when torch has refused the dtypes of a call; see ``meeting.call_again``. None to leave
-            it at that.
+        session: the O1 session that the mode follows, which may be over at any op; None in a scope, and if compiled.
+        frame: the call of a model whose casting it is; None for a ``with`` block. Ctrl-C ends it without a second hook.
         logits: of the latest sigmoids; see ``logits``.
     """
 
@@ -116,24 +129,25 @@ class CastMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.weights = weights
-        self.config = NOTHING
-        self.table: Mapping[Callable[..., Any] | str, Rule] = {}
-        self.recorded: Mapping[Callable[..., Any] | str, Rule] = {}
-        self.frame: FrameType | None = None
         self.close_interrupted = close_interrupted
-        self.session: SessionEnd | None = None
-        self.is_needed = False
-        self.explicit = False
+        self.config: CastingConfig = NOTHING
+        self.plan = Plan()
         self.cache: WeightCache | None = None
-        self.call_again: Callable[..., tuple[bool, Any]] | None = None
+        self.session: SessionEnd | None = None
+        self.frame: FrameType | None = None
         self.logits: dict[int, tuple[Any, ...]] = {}
+
+    @property
+    def is_needed(self) -> bool:
+        """True if it must be on torch's stack."""
+        return bool(self.plan.table) or self.session is not None or self.plan.call_again is not None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one call of an op under its rule."""
         if _is_dynamo_compiling():
-            table = self.recorded
+            table = self.plan.recorded
             rule = table.get(method_name(func) or func)
         else:
             if self.frame is not None:
@@ -145,7 +159,7 @@ class CastMode(TorchFunctionMode):
                     self.close_interrupted()
             if self.session is not None and self.session.is_over():
                 self.session.leave()
-            table = self.table
+            table = self.plan.table
             rule = table.get(func)
         if rule is None and isinstance(func, (OpOverload, OpOverloadPacket)):
             rule = table.get(qualified_name(func))
@@ -154,9 +168,10 @@ class CastMode(TorchFunctionMode):
                 return func(*args, **kwargs) if kwargs else func(*args)
             return rule(self, func, args, kwargs or {})
         except RuntimeError as error:
-            if self.call_again is None or isinstance(error, (HalfstepError, torch.OutOfMemoryError)):
+            call_again = self.plan.call_again
+            if call_again is None or isinstance(error, (HalfstepError, torch.OutOfMemoryError)):
                 raise
-            taken, result = self.call_again(self, rule or _as_it_is, func, args, kwargs or {})
+            taken, result = call_again(self, rule or _as_it_is, func, args, kwargs or {})
             if not taken:
                 raise
             note_meeting()
@@ -225,7 +240,7 @@ def place(mode: CastMode, wanted: bool) -> None:
     ``torch.set_default_device`` enters its context, which insists on the bottom of the stack; ``with torch.device``
     pushes one that was not entered, and takes off whatever is on top (torch 2.11 to 2.13).
     """
-    modes = function_modes()
+    modes = [function_mode_at(i) for i in range(function_mode_count())]
     placed = [each for each in modes if not isinstance(each, CastMode)]
     if wanted:
         at = 1 if placed and isinstance(placed[0], DeviceContext) and hasattr(placed[0], "old_device") else 0

@@ -25,7 +25,7 @@ from ..core.compiler_compat import (
 )
 from ..core.oplists.tables import NATIVE
 from .config import CastingConfig, config_of
-from .current import follow, is_current, push_traced, thread
+from .current import is_current, plan_of, push_traced, thread
 from .dispatch import CastMode
 
 __all__ = ["eager", "enter_model", "enter_scope", "not_by_itself"]
@@ -62,10 +62,10 @@ def _prepare_mode(key: str, explicit: bool) -> str:
     """Have the mode of a casting ready. Dynamo calls this while it traces, and does not look into it."""
     name = f"{key} {explicit}"
     if name not in _modes:
-        config = config_of(key)
-        config.native = () if explicit else config.native
-        _modes[name] = CastMode()
-        follow(_modes[name], config, explicit=explicit)
+        mode = _modes[name] = CastMode()
+        mode.config = config_of(key)
+        mode.config.native = () if explicit else mode.config.native
+        mode.plan = plan_of(mode.config, explicit, True)
     return name
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ..core.compiler_compat import is_traced
 from ..core.dtypes import HALF_DTYPES
-from ..core.torch_compat import DisableTorchDispatch, has_recording_mode
+from ..core.torch_compat import DisableTorchDispatch, dispatch_mode_count, has_recording_mode
 from .containers import tensors_in
 from .dispatch import CastMode, Rule, note_meeting
 from .rules import to_float
@@ -27,14 +27,19 @@ FILLS = ("masked_fill", "index_fill", "fill")
 """Ops that write one number to many places: their last argument."""
 
 
-def narrow_finite(tensor: torch.Tensor, half: torch.dtype) -> torch.Tensor:
+def narrow_finite(tensor: torch.Tensor, half: torch.dtype, traced: bool | None = None) -> torch.Tensor:
     """A tensor in 16 bits, in which finite numbers stay finite. Infinities stay infinite: masks hide with -inf.
 
     The result does not depend on the look at the range, which is quicker on a CPU. Where ops are recorded it is left
     out, because later values may be others.
+
+    Args:
+        tensor: a floating tensor.
+        half: the 16-bit dtype.
+        traced: what ``is_traced`` says, for who has asked it; None asks.
     """
     limits = torch.finfo(half)
-    recorded = is_traced() or has_recording_mode()
+    recorded = (is_traced() if traced is None else traced) or (dispatch_mode_count() and has_recording_mode())
     if type(tensor) is torch.Tensor and tensor.is_cpu and not recorded and tensor.numel():
         with DisableTorchDispatch():  # a mode that watches the user's ops does not see the look
             lowest, highest = tensor.detach().aminmax()

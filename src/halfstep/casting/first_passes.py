@@ -59,15 +59,7 @@ class FirstPasses:
         self.on = self.on or bool(casting.emulated)
 
     def begin(
-        self,
-        name: str,
-        model: nn.Module,
-        args: Any,
-        kwargs: Any,
-        owner: Any,
-        frame: Any = None,
-        *,
-        foreign: bool = False,
+        self, name: str, model: Any, args: Any, kwargs: Any, owner: Any, frame: Any = None, *, foreign: bool = False
     ) -> Scope:
         """Begin a call of a method of the model. The first calls of each kind are watched.
 

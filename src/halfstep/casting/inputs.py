@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..core.compiler_compat import is_traced
 from ..core.dtypes import HALF_DTYPES, dtype_name
-from .containers import Made, items_of
+from .containers import Made, cast_tree, items_of
 from .finite import narrow_finite
 
-__all__ = ["ModelInputs", "write_back"]
+__all__ = ["ModelInputs", "ModuleInputs", "write_back"]
 
 logger = logging.getLogger("halfstep")
 
@@ -31,48 +32,71 @@ Place = tuple[tuple[Any, ...], int]
 """The place of an input: a number or name for each container around it; and its number of dimensions."""
 
 
-class ModelInputs:
-    """The inputs of one model; copies of the model share it.
+class ModuleInputs:
+    """How the inputs of a module are cast: one inside of a model, whose inputs are activations.
+
+    Args:
+        dtype: of the weights.
 
     Attributes:
-        stays: inputs that held integers beyond the exact ones of the weights' dtype, as time steps are. They stay fp32.
+        stays: inputs that held integers beyond the exact ones of the weights' dtype, as time steps do. They stay fp32.
         looked: the modes (training or not) whose first pass has been looked at for such integers. A look in every pass
             would let a dtype depend on a late batch, and a device would have to wait for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.stays: set[Place] = set()
         self.looked: set[bool] = set()
 
-    def cast(self, casts: Made, dtype: torch.dtype, look: bool, *place_and_tensor: Any) -> torch.Tensor:
-        """A floating tensor among the arguments in the dtype of the weights, or as it is if it stays fp32.
+    def cast(self, args: Any, kwargs: Any, training: bool | None, made: Made | None) -> tuple[Any, Any]:
+        """The arguments of a call, in which floating tensors have the dtype of the weights, or stay fp32.
 
         Args:
-            casts: gets the tensor and its cast, for ``write_back``.
-            dtype: of the weights.
-            look: True to look for integers that the dtype does not have.
-            place_and_tensor: a number or name for each container around it, and then the tensor.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            training: the mode of the model. The first pass in each is looked at for integers that the dtype does not
+                have; None looks at none.
+            made: gets what was cast, and the casts, for ``write_back``; None where Dynamo traces.
         """
-        tensor: torch.Tensor = place_and_tensor[-1]
-        key = place_and_tensor[:-1], tensor.dim()
-        own = type(tensor) is torch.Tensor and not (is_traced() or tensor.is_meta)
+        args = tuple([cast_tree(each, self.dtype) for each in args])
+        return args, cast_tree(kwargs, self.dtype) if kwargs else kwargs
+
+
+class ModelInputs(ModuleInputs):
+    """How the inputs of a model are cast; copies of the model share it."""
+
+    def cast(self, args: Any, kwargs: Any, training: bool | None, made: Made | None) -> tuple[Any, Any]:
+        """As of any module, but that what the model writes to them is written back, and finite numbers stay finite."""
+        cast = partial(self._cast, made, training is not None and training not in self.looked)
+        args = tuple([cast_tree(each, self.dtype, partial(cast, place), made) for place, each in enumerate(args)])
+        kwargs = cast_tree(kwargs, self.dtype, cast, made) if kwargs else kwargs
+        if training is not None:
+            self.looked.add(training)
+        return args, kwargs
+
+    def _cast(self, made: Made | None, look: bool, *place_and_tensor: Any) -> torch.Tensor:
+        """A floating tensor, after a number or name for each container around it."""
+        *place, tensor = place_and_tensor
+        dtype, key, traced = self.dtype, (tuple(place), tensor.dim()), is_traced()
+        own = type(tensor) is torch.Tensor and not (traced or tensor.is_meta)
         narrow: Callable[..., torch.Tensor] = torch.Tensor.to
         if dtype in HALF_DTYPES and tensor.layout is torch.strided and not tensor.is_nested:
             if look and own and _holds_large_integers(tensor.detach(), dtype) and key not in self.stays:
                 text = "Input %s of a model holds integers above %d, which %s has not all. It stays float32."
-                logger.info(text, key[0][0], 2 / torch.finfo(dtype).eps, dtype_name(dtype))
+                logger.info(text, place[0], 2 / torch.finfo(dtype).eps, dtype_name(dtype))
                 self.stays.add(key)
             if key in self.stays and tensor.dtype is torch.float32:
-                return tensor
-            narrow = torch.Tensor.to if tensor.requires_grad else narrow_finite
-        if not own:
+                return tensor  # type: ignore[no-any-return]
+            narrow = torch.Tensor.to if tensor.requires_grad else partial(narrow_finite, traced=traced)
+        if not own or made is None:
             return narrow(tensor, dtype)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # tensors of that mode do not say whether they were written
                 cast = narrow(tensor.detach(), dtype)
         else:
             cast = narrow(tensor, dtype)
-        casts.append((tensor, cast, None))
+        made.append((tensor, cast, None))
         return cast
 
 

@@ -10,7 +10,6 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,10 +24,10 @@ from ..kernels.shards import is_sharded
 from . import dynamo
 from .buffers import UpdatedBuffers, buffers_to_keep
 from .containers import Made, cast_tree
-from .current import clear_cache, leave_traced, thread
+from .current import Scope, clear_cache, leave_traced, thread
 from .dynamo import not_by_itself
 from .first_passes import FirstPasses
-from .inputs import ModelInputs, write_back
+from .inputs import ModelInputs, ModuleInputs, write_back
 from .methods import unwatch_methods, watch_methods
 from .saved import SaveAs, load_masters
 from .scope import OpCasting, enter, keep_session, leave, moved_to
@@ -70,21 +69,19 @@ class ModuleHooks:
 
     Attributes:
         weight: the name of a parameter and the dtype it was cast to; None where there is nothing to check.
-        inputs: dtype of floating tensors among the arguments; None leaves them.
+        inputs: how floating tensors among the arguments are cast; None leaves them.
         outputs: dtype of floating tensors in what the module returns; None leaves them.
         passes: what the first passes have shown; None where ops do not meet.
         updated: finds the buffers that the model updates itself; None after its first training passes.
-        given: how the inputs are cast that are not activations; None for a module inside of the model.
     """
 
     def __init__(self, casting: OpCasting | None = None, *, explicit: bool = False) -> None:
         self.casting = casting
         self.explicit = explicit
         self.weight: tuple[str, torch.dtype] | None = None
-        self.inputs: torch.dtype | None = None
+        self.inputs: ModuleInputs | None = None
         self.outputs: torch.dtype | None = None
         self.passes: FirstPasses | None = None
-        self.given: ModelInputs | None = None
         self.updated: UpdatedBuffers | None = None
 
     @property
@@ -121,66 +118,68 @@ class ModuleHooks:
     @not_by_itself
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Before the forward."""
-        compiling = torch.compiler.is_dynamo_compiling()
-        if self.casting is not None and not compiling:
-            if hasattr(type(module), "unshard"):
-                # FSDP2 frees the whole weights after each forward pass, and reduces their gradients when the backward
-                # pass leaves a module. The gradient of a cast from an earlier forward pass would come after that.
-                clear_cache()
-            if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in self.casting.devices:
-                self._move(module)
-        casting, passes, foreign = self.casting, self.passes, False
-        casts: Made = []  # Dynamo traces no call of an alias of a list
-        if self.weight is not None:
-            if WITH_MEMORY and not torch.compiler.is_compiling():
-                settle(refresh=False)
-            foreign = _check_weight(module, *self.weight, meets=passes is not None and not compiling)
-        if passes is not None and (compiling or jit_tracing_state() is not None):
+        if torch.compiler.is_dynamo_compiling():
+            return self._before_compiled(module, args, kwargs)
+        if self.casting is not None:
+            self._follow(module, args, self.casting)
+        foreign = self.weight is not None and _check_weight(module, *self.weight, meets=self.passes is not None)
+        casting, passes = self.casting, self.passes
+        if passes is not None and jit_tracing_state() is not None:
             casting, passes = passes.recorded(), None
         if passes is not None and self.updated is not None and module.training and self.updated.begin(module, passes):
             self.updated = None
+        casts: Made = []
         if self.inputs is not None:
-            given, cast = self.given, None
-            if given is not None:
-                look = passes is not None and module.training not in given.looked
-                cast = partial(given.cast, casts, self.inputs, look)
-            made = None if given is None or compiling else casts
-            args = tuple([cast_tree(a, self.inputs, cast and partial(cast, i), made) for i, a in enumerate(args)])
-            kwargs = cast_tree(kwargs, self.inputs, cast, made) if kwargs else kwargs
-            if given is not None and look:
-                given.looked.add(module.training)
+            args, kwargs = self.inputs.cast(args, kwargs, None if passes is None else module.training, casts)
         if passes is not None:
             passes.begin("forward", module, args, kwargs, self, sys._getframe(1), foreign=foreign).casts = casts
-        elif casting is not None and compiling:
-            (dynamo.enter_scope if self.explicit else dynamo.enter_model)(casting)
         elif casting is not None:
             enter(casting, self, sys._getframe(1), explicit=self.explicit).casts = casts
+        return None if self.inputs is None else (args, kwargs)
+
+    def _before_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The same where Dynamo traces: no pass is watched, and nothing is written back to inputs."""
+        if self.weight is not None:
+            _check_weight(module, *self.weight, meets=False)
+        if self.inputs is not None:
+            args, kwargs = self.inputs.cast(args, kwargs, None, None)
+        if (casting := self.casting if self.passes is None else self.passes.recorded()) is not None:
+            (dynamo.enter_scope if self.explicit else dynamo.enter_model)(casting)
         return None if self.inputs is None else (args, kwargs)
 
     @not_by_itself
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward, also if it failed."""
-        if self.casting is not None:
-            if torch.compiler.is_dynamo_compiling():
-                leave_traced()
-            else:
-                latest = thread.open[-1] if thread.open else None
-                leave(self)
-                if latest is not None and latest.owner is self:
-                    if self.passes is not None and (latest.watched is not None or output is None):
-                        self.passes.end(latest, sys.exc_info()[1] if output is None else None)
-                    write_back(latest.casts)
-                    if self.updated is not None and module.training and output is not None:
-                        self.updated.end(module)
+        if self.casting is not None and torch.compiler.is_dynamo_compiling():
+            leave_traced()
+        elif self.casting is not None:
+            latest = thread.open[-1] if thread.open else None
+            leave(self)
+            if latest is not None and latest.owner is self:
+                self._learn(module, latest, output)
         return None if self.outputs is None else cast_tree(output, self.outputs)
 
-    def _move(self, module: nn.Module) -> None:
-        """Cast on the device of the model too, if it has moved to one of another type."""
-        first = next(module.parameters(), None)
-        if self.casting is not None and first is not None and first.device.type not in self.casting.devices:
-            self.casting = moved_to(first.device.type, self.casting)
-            if self.passes is not None:
-                self.passes.follow(self.casting)
+    def _learn(self, module: nn.Module, scope: Scope, output: Any) -> None:
+        """What a pass has shown, and what it has written."""
+        if self.passes is not None and (scope.watched is not None or output is None):
+            self.passes.end(scope, sys.exc_info()[1] if output is None else None)
+        if any(items is not None or cast._version for _, cast, items in scope.casts):
+            write_back(scope.casts)
+        if self.updated is not None and module.training and output is not None:
+            self.updated.end(module)
+
+    def _follow(self, module: nn.Module, args: Any, casting: OpCasting) -> None:
+        """Follow what others did to the module: FSDP2 has sharded it, or it has moved to a device of another type."""
+        if hasattr(type(module), "unshard"):
+            # FSDP2 frees the whole weights after each forward pass, and reduces their gradients when the backward pass
+            # leaves a module. The gradient of a cast from an earlier forward pass would come after that.
+            clear_cache()
+        if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in casting.devices:
+            first = next(module.parameters(), None)
+            if first is not None and first.device.type not in casting.devices:
+                self.casting = moved_to(first.device.type, casting)
+                if self.passes is not None:
+                    self.passes.follow(self.casting)
 
 
 def _check_weight(module: Any, name: str, dtype: torch.dtype, *, meets: bool) -> bool:
@@ -191,6 +190,8 @@ def _check_weight(module: Any, name: str, dtype: torch.dtype, *, meets: bool) ->
     Raises:
         UsageError: if it has another dtype than it was cast to.
     """
+    if not torch.compiler.is_compiling() and WITH_MEMORY:
+        settle(refresh=False)
     weight = module
     for part in name.split("."):
         weight = getattr(weight, part, None)
@@ -292,7 +293,7 @@ def cast_module(
             kept.add(id(buffer))
         if target != dtype:
             hooks = hooks_of(module).attach_to(module)
-            hooks.inputs, hooks.outputs = target, dtype
+            hooks.inputs, hooks.outputs = ModuleInputs(target), dtype
         # Whether BatchNorm has its statistics in 16 bits is what the level says, or keep_batchnorm_fp32.
         keeps_updated = spare_buffers and not isinstance(module, BatchNorm)
         for tensor in _own_tensors(module):
@@ -306,7 +307,7 @@ def cast_module(
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
             if target.itemsize == 2:  # its own code refuses inputs of another dtype than its weights
-                hooks_of(module).attach_to(module).inputs = target
+                hooks_of(module).attach_to(module).inputs = ModuleInputs(target)
     if shards:
         cast_shards(model, shards)
     # A frozen int8 weight of torchao's keeps its dtype in any cast.
@@ -346,8 +347,7 @@ def add_hooks(
     if casting is not None or inputs is not None or outputs is not None:
         hooks = hooks_of(model).attach_to(model)
         hooks.casting = casting or hooks.casting
-        if inputs is not None:
-            hooks.inputs, hooks.given = inputs, ModelInputs()
+        hooks.inputs = hooks.inputs if inputs is None else ModelInputs(inputs)
         hooks.outputs = outputs or hooks.outputs
         if casting is not None and casting.meets and not casting.enabled:
             hooks.passes = FirstPasses(casting, always=always_meets, spared=spared)

@@ -359,7 +359,7 @@ def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str
         return None
     device, dtypes = tensors[0].device.type, {tensor.dtype for tensor in tensors}
     half = mode.half_of(tensors[0]) if lowers else None
-    plain = half is None and not mode.config.native and not mode.explicit and device in NATIVE
+    plain = half is None and not mode.config.native and not mode.plan.explicit and device in NATIVE
     if plain and torch.is_autocast_enabled(device):  # the user's, in a scope without casts
         half = torch.get_autocast_dtype(device)
     if half is None:

@@ -38,7 +38,6 @@ from .current import (
     is_current,
     is_recorded,
     leave_traced,
-    native_state,
     restore,
     save,
     set_current,
@@ -114,10 +113,9 @@ def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None,
         close_interrupted()
     scope = Scope(owner, frame)
     if explicit or not (thread.explicit or (is_current(casting) and not is_recorded())):
-        outer = () if thread.current is None else thread.current.native
         # A torch.autocast of the user's around this is turned off, but for models that have no casts of their own.
         mine = [] if casting.keeps_autocast else [d for d in casting.devices if d in NATIVE]
-        scope.saved = save(dict.fromkeys((*casting.native, *outer, *mine)))
+        scope.saved = save(dict.fromkeys((*casting.native, *thread.mode.config.native, *mine)))
         if casting.enabled:
             around_casts.hold(scope)
             scope.patches = around_casts
@@ -141,7 +139,7 @@ def leave(owner: object) -> None:
 
 def active_casting() -> OpCasting | None:
     """The current casting of this thread, or None if nothing is cast."""
-    current = thread.current
+    current = thread.mode.config
     return current if isinstance(current, OpCasting) and current.enabled else None
 
 
@@ -204,8 +202,7 @@ def _latest_session() -> Session | None:
 
 def session_casting() -> CastingConfig | None:
     """The casting of the latest session, or None."""
-    session = _latest_session()
-    return None if session is None else session.casting
+    return getattr(_latest_session(), "casting", None)
 
 
 def begin_session(casting: OpCasting, owners: Iterable[object] = ()) -> None:
@@ -265,7 +262,7 @@ def join_session() -> None:
     if thread.open or thread.traced:
         close_interrupted()
     latest = _latest_session() if sessions else None
-    joined = thread.session is latest and (latest is None or thread.current is latest.casting)
+    joined = thread.session is latest and (latest is None or thread.mode.config is latest.casting)
     if joined or thread.open or thread.traced:
         return
     if thread.mode.is_needed and thread.mode not in function_modes():
@@ -282,14 +279,12 @@ def join_session() -> None:
 def _join(session: Session, *, in_op: bool = False) -> None:
     """Make the casting of a session current in this thread; ``in_op`` as of ``set_current``."""
     native = session.casting.native
-    if thread.before is None:
-        thread.before = save(native)
     if not session.casting.reaches_later:
         _reach_later(session.casting)
-    before = thread.before
+    before = thread.before = thread.before or save(native)
     set_native(before.native)
     known = [device for device, _, _ in before.native]
-    before.native.extend(native_state(device for device in native if device not in known))
+    before.native.extend(save(device for device in native if device not in known).native)
     set_current(session.casting, native, session, in_op=in_op)
     thread.session = session
 
@@ -317,9 +312,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
 
     Nothing in here asks whether a session is over: torch goes through its hooks, and this is one that would be removed.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return None
-    if active_casting() is None:
+    if torch.compiler.is_dynamo_compiling() or active_casting() is None:
         return None
     args = tuple(_remember(each) if callable(each) else each for each in args)
     if kwargs.get("closure") is not None:
@@ -337,14 +330,14 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that runs under the casting that is current now, for a checkpoint that recomputes it later."""
-    casting, explicit = thread.current, thread.explicit
-    if casting is None:
+    casting, explicit = thread.mode.config, thread.explicit
+    if casting is NOTHING:
         return function
-    native = native_state(casting.native)
+    native = save(casting.native).native
 
     @functools.wraps(function, updated=())
     def remembering(*args: Any, **kwargs: Any) -> Any:
-        if thread.current is casting and (not thread.mode.is_needed or thread.mode in function_modes()):
+        if thread.mode.config is casting and (not thread.mode.is_needed or thread.mode in function_modes()):
             return function(*args, **kwargs)
         owner = object()
         enter(casting, owner, explicit=True)
@@ -381,6 +374,5 @@ as it exists: a model may begin to use checkpoints in any pass, and each pass wo
 def _reach_later(casting: CastingConfig) -> None:
     """Have what is recomputed, and other threads, follow a casting, until it is gone."""
     casting.reaches_later = True
-    holder = object()
-    around_recomputation.hold(holder)
-    weakref.finalize(casting, around_recomputation.release, holder).atexit = False
+    around_recomputation.hold(id(casting))
+    weakref.finalize(casting, around_recomputation.release, id(casting)).atexit = False

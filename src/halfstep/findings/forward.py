@@ -246,7 +246,7 @@ def run(model: nn.Module, batch: Any) -> Forward:
         for name, buffer in buffers_of(module).items()
         if buffer is not None
     ]
-    if (given := hooks_of(model).given) is not None:
+    if (given := hooks_of(model).inputs) is not None:
         given.looked.clear()  # this batch is checked as well
     with same_random_numbers(model), torch.no_grad():
         try:

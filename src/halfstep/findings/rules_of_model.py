@@ -172,7 +172,7 @@ def inputs_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
 
     These inputs stay fp32. Source: diffusers#993.
     """
-    given, casting = (hooks := hooks_of(facts.model)).given, hooks.casting
+    given, casting = (hooks := hooks_of(facts.model)).inputs, hooks.casting
     stay = sorted({place for (place, *_), _ in given.stays}, key=str) if given is not None else []
     if stay and casting is not None:
         yield Found(

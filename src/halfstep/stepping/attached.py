@@ -242,7 +242,7 @@ class AttachedOptimizer:
         if passes.known is not None:
             passes.drop_brought()
         records = passes.take_records(agreed=closure is None) if passes.records or REDUCTIONS else []
-        casting = None if thread.current is None else active_casting()
+        casting = active_casting() if thread.key else None
         with NO_CASTING if casting is not None else nullcontext():
             found_inf = any_overflow(records) if records else None
             if found_inf is None and closure is None and passes.state is WindowState.DIRTY:

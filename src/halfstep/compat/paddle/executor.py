@@ -101,7 +101,7 @@ class Executor:
 
 def _without_casts() -> AbstractContextManager[object]:
     """A scope for a program, whose casts are in its graph: other casts of this thread are off, if there are any."""
-    casts = thread.current is not None or any(map(torch.is_autocast_enabled, NATIVE))
+    casts = bool(thread.key) or any(map(torch.is_autocast_enabled, NATIVE))
     return NO_CASTING if casts else nullcontext()
 
 
