@@ -25,7 +25,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
 def rows(output: str) -> list[tuple[str, ...]]:
     """The cells of the lines of the table, without its head."""
     cells = [[cell.strip() for cell in re.split("[│|┃]", line)[1:-1]] for line in output.splitlines()]
-    return [tuple(line) for line in cells if len(line) == 4 and line[0] != "op"]
+    return [tuple(line) for line in cells if len(line) == 5 and line[0] != "op"]
 
 
 def test_all_ops_on_a_list_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def command(names: tuple[str, ...], device: str, level: str, white: tuple[str, .
         found = entries(names, lists=OpLists.custom(white, black, level=level), device=device)
     except HalfstepError as error:
         raise click.UsageError(str(error)) from error
-    table = Table("op", "rule", "reason", f"torch.autocast on {device}")
+    table = Table("op", "rule", "reason", f"torch.autocast on {device}", "16 bits")
     for entry in found:
         table.add_row(*entry, style=None if entry.rule == entry.native else "bold")
     console = Console()

@@ -23,6 +23,8 @@ class Entry(NamedTuple):
     """In a word; empty for an op on no list."""
     native: str
     """The rule that ``torch.autocast`` has for it on the device asked about, "free" if none."""
+    kernels: str = "all"
+    """What torch has for 16 bits on a CPU: "all", "none", "wrong" or "one"; see ``kernels`` of ``tables.Op``."""
 
 
 def entries(ops: Iterable[object] = (), *, lists: OpLists | None = None, device: str = "cpu") -> list[Entry]:
@@ -41,5 +43,5 @@ def entries(ops: Iterable[object] = (), *, lists: OpLists | None = None, device:
     if not ops:
         listed = {op.name for op in OPS.values() if op.list != "free"}
         names = sorted(name for name in listed.union(chosen.white, chosen.black, chosen.free) if name[0] != "_")
-    found = [Entry(op.name, op.list, op.reason, op.native(device)) for op in map(chosen.row, names)]
+    found = [Entry(op.name, op.list, op.reason, op.native(device), op.kernels) for op in map(chosen.row, names)]
     return found if ops else sorted(found, key=lambda entry: list(RULES).index(entry.rule))

@@ -165,8 +165,7 @@ class OpLists:
         if not self.promote:
             return ("half", "default") if computes(op.name) else ("free", "")
         # At O2 a loss function may be given the 16-bit output of a model and fp32 labels.
-        rule = "promote" if op.reason == "loss" else "free" if op.list == "float" else op.list
-        return rule, ""
+        return "promote" if op.reason == "loss" else "free" if op.list == "float" else op.list, ""
 
     def replace(self, **changes: object) -> OpLists:
         """A copy with some attributes changed."""
