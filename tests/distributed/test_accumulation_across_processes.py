@@ -18,7 +18,7 @@ from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.optimizers import FusedAdam
 from tests.support.apex_recording import fill, grid
 from tests.support.processes import Ranks
-from tests.support.worlds import scaled_backward, step_and_clear
+from tests.support.worlds import scaled_backward, step_and_clear, with_optimizer
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -462,8 +462,7 @@ def words_net() -> nn.Sequential:
 
 
 def train_words(rank: int, level: str, pattern: str) -> dict[str, Any]:
-    model: Any = words_net()
-    optim: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optim = with_optimizer(words_net(), torch.optim.SGD, lr=0.1)
     model, optim = amp.initialize(
         model, optim, opt_level=level, dtype=torch.bfloat16, loss_scale=128.0, fused=False, verbosity=0
     )
@@ -500,8 +499,7 @@ def test_a_communication_hook_of_the_user_s_sends_what_was_accumulated(ranks: Ra
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("pattern", ["s", "us", "uu", "su", "dds"], ids=in_words)
 def test_sparse_gradients_become_means_too(ranks: Ranks, level: str, pattern: str) -> None:
-    model = words_net()
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optim = with_optimizer(words_net(), torch.optim.SGD, lr=0.1)
     for step in range(3):
         losses = [model(words(rank, step, micro)).square().mean() for rank in range(2) for micro in range(len(pattern))]
         (sum(losses) / 2).backward()  # type: ignore[union-attr]

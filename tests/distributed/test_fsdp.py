@@ -19,7 +19,7 @@ from halfstep.core.errors import UsageError
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.kernels import multi_tensor
 from tests.support.processes import Ranks
-from tests.support.worlds import scaled_backward, step_and_clear
+from tests.support.worlds import scaled_backward, step_and_clear, with_optimizer
 
 BF16 = torch.bfloat16
 STEPS = 4
@@ -230,8 +230,7 @@ def test_masters_of_16_bit_shards(ranks: Ranks, masters: str, micros: int) -> No
 
 
 def norms(rank: int, p: float) -> list[float]:
-    model = sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = with_optimizer(sharded(), torch.optim.SGD, lr=1.0)
     amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
     scaled_backward(loss_of(model, data(rank, 0)), optimizer)
     found = optimizer.clip_master_grads(0.25, p).item()  # type: ignore[attr-defined]
@@ -294,8 +293,7 @@ def test_a_cast_of_an_earlier_forward_pass_is_not_used_for_whole_weights(ranks: 
 
 
 def misplaced(rank: int) -> None:
-    model = sharded()
-    optimizer = optimizers.FusedAdam(model.parameters())
+    model, optimizer = with_optimizer(sharded(), optimizers.FusedAdam)
     state = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(7, 5), "exp_avg_sq": torch.zeros(7, 5)}
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"] = {0: state}

@@ -16,7 +16,7 @@ from halfstep import HalfstepError, amp, parallel
 from halfstep.core.dtypes import dtype_name
 from halfstep.parallel import LARC
 from tests.support.apex_recording import assert_near, batch, flat, golden, grid, net
-from tests.support.worlds import scaled_backward, step_and_clear
+from tests.support.worlds import scaled_backward, step_and_clear, with_optimizer
 
 FACTS = golden("apex_parallel")
 
@@ -56,8 +56,7 @@ def test_larc(name: str) -> None:
 @pytest.mark.parametrize("level", FACTS["larc"]["amp"])
 def test_larc_under_amp(level: str) -> None:
     case = FACTS["larc"]["amp"][level]
-    model: Any = net()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    model, inner = with_optimizer(net(), torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
     model, inner = amp.initialize(
         model, inner, opt_level=level, dtype=torch.float16 if level != "O0" else None, loss_scale=128.0, verbosity=0
     )

@@ -15,7 +15,7 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_fsdp import data, net, sharded
 from tests.support.processes import Ranks
-from tests.support.worlds import scaled_backward, scaled_step, step_and_clear
+from tests.support.worlds import scaled_backward, scaled_step, step_and_clear, with_optimizer
 
 
 def mesh() -> Any:
@@ -47,8 +47,7 @@ def flat(model: Any) -> Any:
 
 
 def wrapped_late(rank: int, level: str, wrap: Callable[[Any], Any]) -> tuple[str, list[str], bool]:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(net(), torch.optim.SGD, lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -115,8 +114,7 @@ def test_shards_without_memory_are_refused_with_the_order(ranks: Ranks) -> None:
 
 def kept_whole(rank: int) -> int:
     """Between a pass and the step the whole parameters of FSDP2 are in the places of the shards."""
-    model = sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(sharded(), torch.optim.SGD, lr=0.1)
     shards = set(map(id, model.parameters()))
     model, optimizer = amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
     model.set_reshard_after_backward(False)

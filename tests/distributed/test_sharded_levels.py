@@ -20,7 +20,7 @@ import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from tests.support.processes import Ranks
-from tests.support.worlds import advance, scaled_backward, step_and_clear
+from tests.support.worlds import advance, scaled_backward, step_and_clear, with_optimizer
 
 pytestmark = pytest.mark.exhaustive  # they start processes
 
@@ -204,8 +204,7 @@ def test_a_train_step_clips_plain_parameters_and_shards_together(ranks: Ranks) -
 def by_hand(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The masters of FSDP2 at O2, and those of a process that averages the ranks' gradients in fp32 and rounds once."""
     found = train(*cut("fsdp", net()), "FusedAdam", BF16, "")["masters"]
-    model = net()
-    optimizer = optimizers.FusedAdam(model.parameters(), lr=0.01)
+    model, optimizer = with_optimizer(net(), optimizers.FusedAdam, lr=0.01)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
     for i in range(STEPS):
         grads: list[list[torch.Tensor]] = []

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import amp, optimizers
-from tests.support.worlds import advance, unscaled_step
+from tests.support.worlds import advance, unscaled_step, with_optimizer
 
 BF16, FP16 = torch.bfloat16, torch.float16
 WORLDS = (4, 8, 1000)
@@ -91,8 +91,7 @@ def averages(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
 
 def of_torch(kind: str, size: int, dtype: torch.dtype) -> list[Call]:
     with world_of(size):
-        model = wrapped(kind, net(), size, dtype)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model, optimizer = with_optimizer(wrapped(kind, net(), size, dtype), torch.optim.AdamW, fused=True)
         parallel = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
         if kind == "ddp":
             parallel.register_comm_hook(None, averages)  # the fake group has no future for the reducer's own

@@ -15,7 +15,7 @@ import halfstep
 from halfstep import amp
 from tests.distributed.test_fsdp import OPTIMIZERS, data, loss_of, sharded, whole
 from tests.support.processes import Ranks
-from tests.support.worlds import scaled_backward, scaled_step
+from tests.support.worlds import scaled_backward, scaled_step, with_optimizer
 
 STEPS, OVERFLOWS = 5, 2
 
@@ -23,8 +23,7 @@ STEPS, OVERFLOWS = 5, 2
 def train(rank: int, level: str, fused: bool, unsynced: str, always: bool) -> list[Any]:
     """Skips and weights of windows of two passes, where the first pass of one window overflows on rank 1."""
     torch.manual_seed(0)
-    model: Any = nn.Linear(4, 2)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    model, optimizer = with_optimizer(nn.Linear(4, 2), torch.optim.SGD, lr=0.1, momentum=0.9, fused=fused)
     rule = halfstep.DynamicLossScale(init_scale=256.0)
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=level, dtype=torch.float16, loss_scale=rule, verbosity=0

@@ -15,7 +15,7 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_accumulation_across_processes import data, net, words_net
 from tests.support.processes import Ranks
-from tests.support.worlds import scaled_backward, step_and_clear
+from tests.support.worlds import scaled_backward, step_and_clear, with_optimizer
 
 # One string a rank, one word a window, one letter a micro-step: u is unsynced, s is synced, - is no pass, c clips.
 PASSES, CLIPS = "had different numbers of backward passes in no_sync()", "called clip_master_grads"
@@ -32,8 +32,7 @@ EQUAL = ("us usu u", "-s -su u")  # the ranks differ before the last synced pass
 
 def train(rank: int, plans: tuple[str, str], level: str, scale: float, backends: str) -> tuple[int, str, list[Any]]:
     """How many windows a rank gets through, the error, and its masters."""
-    model: Any = net()
-    optim: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optim = with_optimizer(net(), torch.optim.SGD, lr=0.1)
     options = {"opt_level": level, "dtype": torch.bfloat16, "loss_scale": scale, "verbosity": 0}
     model, optim = amp.initialize(model, optim, **options)
     ddp = DistributedDataParallel(model)
@@ -93,8 +92,7 @@ def test_what_differs_before_the_last_synced_pass_is_averaged(ranks: Ranks, leve
 
 def use_words(rank: int) -> list[torch.Tensor]:
     """Rank 1 alone uses the table, whose gradient is sparse, in an unsynced window."""
-    model: Any = words_net()
-    optim: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optim = with_optimizer(words_net(), torch.optim.SGD, lr=0.1)
     model, optim = amp.initialize(model, optim, opt_level="O2", loss_scale=128.0, fused=False, verbosity=0)
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     with ddp.no_sync():
@@ -115,8 +113,7 @@ def test_a_sparse_gradient_on_one_rank_alone_is_averaged(ranks: Ranks) -> None:
 
 
 def losses_of_their_own(rank: int, losses: tuple[int, int]) -> str:
-    model: Any = nn.Linear(3, 2)
-    optim: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optim = with_optimizer(nn.Linear(3, 2), torch.optim.SGD, lr=0.1)
     model, optim = amp.initialize(model, optim, opt_level="O2", loss_scale=128.0, num_losses=2, verbosity=0)
     ddp = DistributedDataParallel(model)
     try:

@@ -16,7 +16,7 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_accumulation_across_processes import OPTIMIZERS, WRAPPERS, data, micro_step, net
 from tests.support.processes import Ranks
-from tests.support.worlds import step_and_clear
+from tests.support.worlds import step_and_clear, with_optimizer
 
 
 def train(
@@ -52,8 +52,7 @@ def train(
 
 def by_hand(batches: tuple[int, int], initial: bool, rounds: int) -> list[torch.Tensor]:
     """In fp32, in one process."""
-    model = net()
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optim = with_optimizer(net(), torch.optim.SGD, lr=0.1)
     for once in range(rounds):
         numbers = [10 * once + i for i in range(max(batches))] + [10 * once + 8, 10 * once + 9]
         for number in numbers:
@@ -132,8 +131,7 @@ def test_all_ranks_have_the_masters_of_one_that_was_active_to_the_end(
 
 def over(rank: int) -> list[Any]:
     """After ``join`` ranks may differ in what they leave to the step again."""
-    model = net()
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optim = with_optimizer(net(), torch.optim.SGD, lr=0.1)
     model, optim = amp.initialize(model, optim, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
     ddp: Any = DistributedDataParallel(model)
     copied = copy.deepcopy(ddp)

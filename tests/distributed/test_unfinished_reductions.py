@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -11,12 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import amp
 from tests.support.processes import RankFailed, Ranks
-from tests.support.worlds import scaled_backward
+from tests.support.worlds import scaled_backward, with_optimizer
 
 
 def train(rank: int, level: str, door: str, frozen: bool) -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.optim.SGD, lr=0.1)
     scale = 128.0 if door == "scaled block" else 1.0
     options = {"dtype": "bfloat16", "loss_scale": scale, "verbosity": 0}
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, **options)
