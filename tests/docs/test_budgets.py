@@ -23,12 +23,12 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "halfstep"
 
 BUDGETS = {  # calls, files, returns
-    "O2 bfloat16, SGD, scale_loss": (110, 29, 14),
-    "O2 bfloat16, SGD, scale_loss, emulate=False": (78, 26, 14),
-    "O2 float16, torch AdamW, scale_loss": (145, 35, 26),
+    "O2 bfloat16, SGD, scale_loss": (103, 28, 12),
+    "O2 bfloat16, SGD, scale_loss, emulate=False": (76, 25, 12),
+    "O2 float16, torch AdamW, scale_loss": (138, 35, 24),
     "GradScaler, SGD": (40, 13, 9),
     "FusedAdam.step": (22, 7, 2),
-    "Model.fit at O1": (73, 9, 3),
+    "Model.fit at O1": (68, 9, 3),
     "Executor.run at O2": (108, 26, 19),
 }
 
