@@ -310,9 +310,9 @@ class GradScaler(ScalerSettings):
         if passes.scales and any(other is not self._scaler for other in passes.scales):
             passes.scaling.say_twice("this GradScaler")
         done = set(map(id, iteration.among(params))) if iteration.noted else set()
-        state = iteration.states[id(optimizer)]
         passes.state = WindowState.FINISHING  # from here to `note_pass` an interrupt drops the gradients
-        state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {scale.device: found_inf}
+        flags = {scale.device: found_inf}
+        iteration.states[id(optimizer)].update(stage=OptState.UNSCALED, found_inf_per_device=flags)
         iteration.optimizers.append(optimizer)
         iteration.windows.append(passes)
         if done:
