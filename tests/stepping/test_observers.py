@@ -24,7 +24,7 @@ class Noting:
         self.skipped: list[int] = []
 
     def before_step(self, attached: AttachedOptimizer) -> None:
-        self.scales.append([float(scale) for scale in attached.passes.scales.values()])
+        self.scales.append([float(scale) for scale in attached.window.scales.values()])
 
     def after_step(self, attached: AttachedOptimizer) -> None:
         self.skipped.append(attached.stepping.skipped)

@@ -442,7 +442,7 @@ def test_ordinary_gradients_are_not_looked_at() -> None:
     """Where nobody writes into gradients before they are unscaled, their norm is never computed."""
     loop = Loop()
     in_blocks(loop)
-    assert loop.optimizer._amp_stash.passes.scaling._looks == 5
+    assert loop.optimizer._amp_stash.window.scaling._looks == 5
 
 
 def test_gradients_are_looked_at_for_clipping_in_five_passes() -> None:

@@ -42,7 +42,7 @@ class Loop:
 
     @property
     def state(self) -> WindowState:
-        found: WindowState = self.optimizer._amp_stash.passes.state
+        found: WindowState = self.optimizer._amp_stash.window.state
         return found
 
     def enter(self, **options: Any) -> None:

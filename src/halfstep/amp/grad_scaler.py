@@ -166,7 +166,7 @@ class GradScaler(ScalerSettings):
         if unscaled or not self._enabled or attached_to(optimizer) is not None:
             if not unscaled:
                 self.unscale_(optimizer)
-            return attached.passes.gradients.clip(max_norm, 2.0)
+            return attached.window.gradients.clip(max_norm, 2.0)
         self._iteration.refuse_second(optimizer)
         return self._unscale(optimizer, attached, max_norm=max_norm)
 
@@ -225,9 +225,9 @@ class GradScaler(ScalerSettings):
         if scale is not None:
             self._scaler.set_scale(scale)
         ended, self._iteration = self._iteration, Iteration()
-        for passes in ended.windows:
+        for window in ended.windows:
             # Of an optimizer that did not step: the next step is not the one that these are about.
-            passes.records = [record for record in passes.records if record.moves is not self._scaler]
+            window.records = [record for record in window.records if record.moves is not self._scaler]
         if scale is None:
             self._scaler.update(ended.overflow(), lambda: first_bad_gradient(ended.optimizers))
 
@@ -293,13 +293,13 @@ class GradScaler(ScalerSettings):
             )
         assert self._home is not None  # since a loss was scaled
         scale = self._scaler.scale(self._home) if self._moved_from is None else self._moved_from
-        passes, iteration, table = attached.passes, self._iteration, attached.passes.keeper.table
+        window, iteration, table = attached.window, self._iteration, attached.window.keeper.table
         present = self._scaler.state(scale.device).scale
         table.refresh()
         params, found_inf = table.params, torch.zeros_like(scale)
         result = found_inf
-        passes.begin_plain(self, found_inf)
-        if not iteration.losses and passes.release is None and all(p.grad is None for p in params):
+        window.begin_plain(self, found_inf)
+        if not iteration.losses and window.release is None and all(p.grad is None for p in params):
             raise UsageError(
                 f"No loss has been scaled since the last update(), and the parameters of this "
                 f"{type(optimizer).__name__} have no gradient. Call scaler.scale(loss).backward() before unscale_() or "
@@ -307,29 +307,28 @@ class GradScaler(ScalerSettings):
             )
         for callback in before_unscaling:
             callback()
-        if passes.scales and any(other is not self._scaler for other in passes.scales):
-            passes.scaling.say_twice("this GradScaler")
+        if window.scales and any(other is not self._scaler for other in window.scales):
+            window.scaling.say_twice("this GradScaler")
         done = set(map(id, iteration.among(params))) if iteration.noted else set()
-        passes.state = WindowState.FINISHING  # from here to `note_pass` an interrupt drops the gradients
-        flags = {scale.device: found_inf}
-        iteration.states[id(optimizer)].update(stage=OptState.UNSCALED, found_inf_per_device=flags)
+        window.state = WindowState.FINISHING  # from here to `note_pass` an interrupt drops the gradients
+        iteration.states[id(optimizer)].update(stage=OptState.UNSCALED, found_inf_per_device={scale.device: found_inf})
         iteration.optimizers.append(optimizer)
-        iteration.windows.append(passes)
+        iteration.windows.append(window)
         if done:
             check = Unscaler()
             check.unscale(check.gather(p for p in params if id(p) in done), torch.ones_like(scale), found_inf)
         if max_norm is not None:
             left = [p for p in params if id(p) not in done]
-            result = passes.gradients.unscale_and_clip(left, scale, found_inf, max_norm)
+            result = window.gradients.unscale_and_clip(left, scale, found_inf, max_norm)
         elif may_defer and not done and not table.fp32_grads and attached.stepping.takes_flags:
             attached.unscale_late(scale, found_inf)
         else:
-            passes.finish(scale, found_inf, plain=True, done=done)
-        passes.scale = present  # which will be that of the next losses, too
-        passes.scales[self._scaler] = scale
-        note_pass([passes], found_inf, moves=self._scaler, told=False)
-        if passes.ranks.reductions:
-            share_overflow(passes.records, [passes.ranks])
+            window.finish(scale, found_inf, plain=True, done=done)
+        window.scale = present  # which will be that of the next losses, too
+        window.scales[self._scaler] = scale
+        note_pass([window], found_inf, moves=self._scaler, told=False)
+        if window.ranks.reductions:
+            share_overflow(window.records, [window.ranks])
         iteration.note(params)
         return result
 

@@ -172,8 +172,8 @@ def initialize(
         verbose=verbosity > 0,
     ):
         attached.session = session
-        attached.passes.scaling.expected = scalers
-        attached.passes.scaling.in_float16 = policy.compute_dtype is torch.float16
+        attached.window.scaling.expected = scalers
+        attached.window.scaling.in_float16 = policy.compute_dtype is torch.float16
     if policy.op_lists is not None or policy.cast_ops:
         begin_session(casting, [*model_list, *optimizer_list])
     latest.session = session

@@ -11,7 +11,7 @@ import torch
 
 from ..core.errors import UsageError
 from ..core.torch_compat import OptState, new_optimizer_state
-from ..stepping.backward import BackwardPasses
+from ..stepping.backward import Window
 
 __all__ = ["Iteration", "StepResult"]
 
@@ -34,7 +34,7 @@ class Iteration:
 
     states: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(new_optimizer_state))
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    windows: list[BackwardPasses] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
     losses: int = 0
     noted: list[tuple[int, Sequence[torch.Tensor], list[torch.Tensor | None], list[int | None]]] = field(
         default_factory=list

@@ -166,7 +166,7 @@ def scale_loss(
     if delay_unscale is not False or delay_overflow_check is not False:
         options["stay"] = check_flag("delay_unscale", delay_unscale)
         options["check"] = not check_flag("delay_overflow_check", delay_overflow_check)
-    return ScaledBackward(loss, [one.passes for one in attached], scalers[loss_id], name="amp.scale_loss", **options)
+    return ScaledBackward(loss, [one.window for one in attached], scalers[loss_id], name="amp.scale_loss", **options)
 
 
 def master_params(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:

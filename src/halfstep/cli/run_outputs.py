@@ -84,7 +84,7 @@ def _telling_skips() -> Iterator[None]:
     made = []
 
     def note(attached: AttachedOptimizer) -> None:
-        made.append((attached.stepping, attached.passes.ranks))  # without a reference to the optimizer
+        made.append((attached.stepping, attached.window.ranks))  # without a reference to the optimizer
 
     creation_callbacks.append(note)
     try:

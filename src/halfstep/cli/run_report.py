@@ -83,7 +83,7 @@ class Recording:
 
     def before_step(self, attached: AttachedOptimizer) -> None:
         """Store the scales and the count of skipped steps. Reads the device."""
-        scales = {scaler: float(scale) for scaler, scale in attached.passes.scales.items()}
+        scales = {scaler: float(scale) for scaler, scale in attached.window.scales.items()}
         self._before = scales, attached.stepping.skipped
 
     def after_step(self, attached: AttachedOptimizer) -> None:
@@ -93,7 +93,7 @@ class Recording:
             self._of[id(attached)] = attached, Steps(type(attached.optimizer).__name__)
             self.steps.append(self._of[id(attached)][1])
         steps = self._of[id(attached)][1]
-        self.device = attached.passes.device
+        self.device = attached.window.device
         steps.add_scales(scales)
         steps.skipped.append(attached.stepping.skipped > skipped)
         steps.bytes.append(_memory(self.device))

@@ -40,18 +40,18 @@ class Stash(MasterGroups):
     @property
     def already_patched(self) -> bool:
         """Whether the next step will be skipped. Reads the device."""
-        records = self._attached.passes.records
+        records = self._attached.window.records
         return bool(records) and bool(any_overflow(records))
 
     @property
     def dummy_overflow_buf(self) -> torch.Tensor:
         """A flag for multi-tensor operations: an int32 tensor of shape [1] on the device of the first parameter."""
-        return torch.zeros(1, dtype=torch.int32, device=self._attached.passes.device)
+        return torch.zeros(1, dtype=torch.int32, device=self._attached.window.device)
 
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
         """The trainable 16-bit parameters."""
-        return [p for p in self._attached.passes.params() if is_half(p) and p.requires_grad]
+        return [p for p in self._attached.window.params() if is_half(p) and p.requires_grad]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
@@ -66,7 +66,7 @@ class Stash(MasterGroups):
     @property
     def all_fp32_params(self) -> list[torch.Tensor]:
         """The trainable fp32 parameters."""
-        return [p for p in self._attached.passes.params() if not is_half(p) and p.requires_grad]
+        return [p for p in self._attached.window.params() if not is_half(p) and p.requires_grad]
 
     # What a block has set aside is not here: outside of blocks Apex had nothing in these lists either.
     all_fp16_grad_stash = property(lambda self: [None] * len(self.all_fp16_params))
@@ -99,9 +99,9 @@ class Methods:
 
     def _prepare_amp_backward(self) -> None:
         """Set aside the present gradients, before a backward pass."""
-        passes = self._attached.passes
+        window = self._attached.window
         scaler: Any = self._attached.session.loss_scalers[0]
-        passes.begin(scaler.scale(passes.device), block=passes)
+        window.begin(scaler.scale(window.device), block=window)
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Unscale what a backward pass brought, and add what was set aside.
@@ -109,11 +109,11 @@ class Methods:
         Args:
             scaler: whose scale the loss was multiplied by. Its ``update_scale`` moves it.
         """
-        passes = self._attached.passes
-        scale = scaler.scale(passes.device)
-        found_inf = scaler.flag(passes.device)
-        passes.finish(scale, found_inf)
-        record_pass([passes], scaler, found_inf, scale, moves=False)
+        window = self._attached.window
+        scale = scaler.scale(window.device)
+        found_inf = scaler.flag(window.device)
+        window.finish(scale, found_inf)
+        record_pass([window], scaler, found_inf, scale, moves=False)
 
 
 class Scaler:

@@ -223,8 +223,8 @@ class AmpHandle(CastingSwitch, NoOpHandle):
         if not given:
             raise ArgumentTypeError("scale_loss needs the optimizer as second argument, not an empty list.")
         check_loss("scale_loss", loss)
-        passes = [found.passes for item in given if (found := self.attach(item)) is not None]
-        return ScaledBackward(loss, passes, self._scaler, name="scale_loss")
+        windows = [found.window for item in given if (found := self.attach(item)) is not None]
+        return ScaledBackward(loss, windows, self._scaler, name="scale_loss")
 
     def new_scaler(self, name: str) -> DeviceLossScaler:
         """A fresh loss scale of this handle's kind."""
@@ -312,7 +312,7 @@ class OptimWrapper(ForwardingOptimizer):
             )
         scaler = self._scalers[self._next]
         self._next += 1
-        return ScaledBackward(loss, [attached.passes], scaler, name="scale_loss")
+        return ScaledBackward(loss, [attached.window], scaler, name="scale_loss")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One step of the optimizer, skipped if a loss overflowed; the next loss is the first again."""

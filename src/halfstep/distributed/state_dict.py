@@ -64,12 +64,12 @@ def _patch(module: Any) -> None:
         attached = getattr(optimizer, "_amp_stash", None)
         if attached is None:
             return own(optimizer, *args, **kwargs)
-        params = attached.passes.params()
+        params = attached.window.params()
         for param in params:
             if param.grad is None and param.dtype in HALF_DTYPES:
                 param.grad_dtype = None
         result = own(optimizer, *args, **kwargs)
-        attached.passes.gradients.expect()
+        attached.window.gradients.expect()
         return result
 
     setattr(module, STATE_INIT, init)

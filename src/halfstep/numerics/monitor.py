@@ -348,7 +348,7 @@ class Monitor:
         if self._scaler is not None:
             return scale_of(self._scaler)
         attached = attached_to(self._optimizer) or self._attached
-        return None if attached is None else attached.passes.scale
+        return None if attached is None else attached.window.scale
 
     def _named(self, params: Iterable[torch.Tensor]) -> Named:
         return [(self._names[id(p)], p) for p in params if id(p) in self._names]

@@ -28,7 +28,7 @@ from ..optimizers.base import FusedOptimizer
 from ..optimizers.class_swap import rebase
 from ..optimizers.fuse import OfTorch, fused_base, unfuse
 from ..optimizers.param_rows import SparseGradient
-from .backward import UNSAFE, WINDOWS, BackwardPasses, WindowState, any_overflow
+from .backward import UNSAFE, WINDOWS, Window, WindowState, any_overflow
 from .dynamic_class import add_names_of_apex, class_over
 from .replaced import ReplacedParameters
 from .step import ClosureOverflowed, Stepping, guarded
@@ -72,18 +72,18 @@ def attach(optimizer: torch.optim.Optimizer, *, fused: bool = False, **options: 
             "amp.init once and can go only once; make a new optimizer to start over."
         )
     attached = AttachedOptimizer(optimizer, base=fused_base(optimizer) if fused else type(optimizer), **options)
-    WINDOWS[attached.passes] = None
+    WINDOWS[attached.window] = None
     return attached
 
 
 def share_overflows(attached: Sequence[AttachedOptimizer]) -> None:
     """Let those of some optimizers that share a parameter hear of each other's backward passes."""
-    params = [set(map(id, one.passes.params())) for one in attached]
+    params = [set(map(id, one.window.params())) for one in attached]
     for one, mine in zip(attached, params, strict=True):
         others = [other for other, its in zip(attached, params, strict=True) if other is not one and mine & its]
-        one.passes.sharing = tuple(weakref.ref(other.passes) for other in others)
+        one.window.sharing = tuple(weakref.ref(other.window) for other in others)
         if others:
-            one.passes.state = WindowState.DIRTY  # it has not heard of passes before
+            one.window.state = WindowState.DIRTY  # it has not heard of passes before
 
 
 class Observer(Protocol):
@@ -123,7 +123,7 @@ class AttachedOptimizer:
 
     Attributes:
         keeper: its masters, whoever keeps them.
-        passes: its backward passes since the last step.
+        window: its backward passes since the last step.
         stepping: how it steps.
         session: whoever attached it may leave its own state here.
     """
@@ -148,8 +148,8 @@ class AttachedOptimizer:
         if base is not None:
             rebase(optimizer, base, self)
         self.keeper = MasterKeeper(optimizer, masters, originals, own=own)
-        self.passes = BackwardPasses(self.keeper)
-        self.passes.replaced = ReplacedParameters(tuple(map(weakref.ref, models)))
+        self.window = Window(self.keeper)
+        self.window.replaced = ReplacedParameters(tuple(map(weakref.ref, models)))
         self.session: Any = None
         self.verbose = verbose
         for callback in creation_callbacks:
@@ -169,7 +169,7 @@ class AttachedOptimizer:
             scale: 0-dim tensor that the gradients are multiplied by.
             found_inf: 0-dim float32 tensor, set to 1.0 if one holds inf or NaN, unless the step sees that in time.
         """
-        if self.passes.gradients.unscale_or_check(scale, found_inf, step_checks=self._step_checks()):
+        if self.window.gradients.unscale_or_check(scale, found_inf, step_checks=self._step_checks()):
             self.stepping.grad_scale = scale
 
     def _step_checks(self) -> bool:
@@ -180,7 +180,7 @@ class AttachedOptimizer:
         optimizer = self.optimizer
         if not isinstance(optimizer, FusedOptimizer) or isinstance(optimizer, OfTorch):
             return False
-        asked = self.passes.records or observers or (dist.is_available() and dist.is_initialized())
+        asked = self.window.records or observers or (dist.is_available() and dist.is_initialized())
         return optimizer.checks_gradients and not asked
 
     # ---- the step
@@ -194,8 +194,8 @@ class AttachedOptimizer:
             kwargs: further keyword arguments of the step.
             skips: True if it is known that the step is skipped.
         """
-        passes, scaling = self.passes, self.passes.scaling
-        if passes.state in UNSAFE and passes.is_open():
+        window, scaling = self.window, self.window.scaling
+        if window.state in UNSAFE and window.is_open():
             raise UsageError(
                 f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "
                 "still multiplied by the loss scale. Dedent it: they are unscaled when the block is left. In hooks "
@@ -203,16 +203,16 @@ class AttachedOptimizer:
             )
         scales = not all(scaler.neutral for scaler in scaling.expected)
         if scales and closure is None and not skips and scaling.judged is not scaling.scaled:
-            passes.check_scaling()
+            window.check_scaling()
         for observer in observers:
             observer.before_step(self)
         result = self._skip() if skips else self._step(closure, args, kwargs)
         self.stepping.calls += 1
         for observer in observers:
             observer.after_step(self)
-        passes.scales.clear()
+        window.scales.clear()
         if scales and closure is not None and scaling.judged is not scaling.scaled:
-            passes.check_scaling()
+            window.check_scaling()
         return result
 
     def call(self, optimizer: Any, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -224,29 +224,29 @@ class AttachedOptimizer:
             *args: further arguments of the step.
             **kwargs: further keyword arguments of the step.
         """
-        passes = self.passes
-        if closure is None and passes.records and not self.stepping.takes_flags:
-            if any_overflow(passes.take_records()).item():
+        window = self.window
+        if closure is None and window.records and not self.stepping.takes_flags:
+            if any_overflow(window.take_records()).item():
                 return self.step(None, args, kwargs, skips=True)
-            passes.state = WindowState.IDLE
+            window.state = WindowState.IDLE
         if getattr(self._optimizer(), "_amp_stash", None) is not self:
             return self.step(closure, args, kwargs)
         step = optimizer.step
         return step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
 
     def _step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
-        passes, keeper, optimizer = self.passes, self.keeper, self._optimizer()
+        window, keeper, optimizer = self.window, self.keeper, self._optimizer()
         assert optimizer is not None
-        if passes.replaced.models:
-            passes.replaced.refuse(optimizer)
-        if passes.known is not None:
-            passes.drop_brought()
-        records = passes.take_records(agreed=closure is None) if passes.records or REDUCTIONS else []
+        if window.replaced.models:
+            window.replaced.refuse(optimizer)
+        if window.known is not None:
+            window.drop_brought()
+        records = window.take_records(agreed=closure is None) if window.records or REDUCTIONS else []
         casting = active_casting() if thread.key else None
         with NO_CASTING if casting is not None else nullcontext():
             found_inf = any_overflow(records) if records else None
-            if found_inf is None and closure is None and passes.state is WindowState.DIRTY:
-                found_inf = passes.settle()
+            if found_inf is None and closure is None and window.state is WindowState.DIRTY:
+                found_inf = window.settle()
             # A hook must not run for a step that is skipped. On a CPU the host looks, which costs nothing; on another
             # device it would wait, and a hook asks ``optimizer.step_was_skipped``.
             tells = self.stepping.hooked and found_inf is not None and found_inf.is_cpu and has_step_hooks(optimizer)
@@ -254,10 +254,10 @@ class AttachedOptimizer:
             if found_inf is not None and (closure is not None or tells or not self.stepping.takes_flags):
                 if found_inf.item():
                     return self._skip()
-                found_inf, passes.state = None, WindowState.IDLE
+                found_inf, window.state = None, WindowState.IDLE
             if closure is not None:
                 name = type(optimizer).__name__
-                closure = guarded(closure, keeper, casting, passes.take_records, name, self.verbose)
+                closure = guarded(closure, keeper, casting, window.take_records, name, self.verbose)
             self.stepping.found_inf = found_inf
             try:
                 if self.stepping.hooked:
@@ -272,7 +272,7 @@ class AttachedOptimizer:
                 return returned if closure is None else vars(closure)["loss"]
 
     def _skip(self) -> Any:
-        release = self.passes.release
+        release = self.window.release
         if release is not None:
             release.end_step()
         return self.stepping.skip()
@@ -290,8 +290,8 @@ class AttachedOptimizer:
             if overflowed is not None and overflowed.item():
                 return self.stepping.skip()
             if scale is not None:
-                found = torch.zeros((), dtype=torch.float32, device=self.passes.device)
-                self.passes.gradients.finish(scale, found)
+                found = torch.zeros((), dtype=torch.float32, device=self.window.device)
+                self.window.gradients.finish(scale, found)
             return self._step(None, args, kwargs)
 
     # ---- copies

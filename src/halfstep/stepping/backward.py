@@ -30,7 +30,7 @@ from .scaling_checks import ScalingChecks
 __all__ = [
     "UNSAFE",
     "WINDOWS",
-    "BackwardPasses",
+    "Window",
     "WindowState",
     "any_overflow",
     "note_pass",
@@ -79,7 +79,7 @@ UNSAFE = (WindowState.OPEN, WindowState.FINISHING)
 """The states in which gradients are in the middle of something."""
 
 
-class BackwardPasses:
+class Window:
     """The scaled backward passes that one optimizer has had since its last step.
 
     Args:
@@ -91,7 +91,7 @@ class BackwardPasses:
         records: one for each pass; the next step asks them whether gradients overflowed.
         scales: what the losses since the last step were multiplied by, 0-dim tensors, by the loss scale they came from.
         replaced: the parameters of the models that it trains, where these are known.
-        sharing: weak references to the passes of other optimizers that share a parameter with this one.
+        sharing: weak references to the windows of other optimizers that share a parameter with this one.
         state: how far the passes are.
         thread: the thread that uses the optimizer.
         scaling: the warnings about gradients that went past the loss scale.
@@ -108,7 +108,7 @@ class BackwardPasses:
         self.records: list[BackwardRecord] = []
         self.scales: dict[DeviceLossScaler, torch.Tensor] = {}
         self.replaced = ReplacedParameters(())
-        self.sharing: tuple[weakref.ref[BackwardPasses], ...] = ()
+        self.sharing: tuple[weakref.ref[Window], ...] = ()
         self.state = WindowState.IDLE
         self.scaling = ScalingChecks()
         self.scale: torch.Tensor | None = None
@@ -435,11 +435,11 @@ class BackwardPasses:
         return half
 
 
-WINDOWS: weakref.WeakKeyDictionary[BackwardPasses, None] = weakref.WeakKeyDictionary()
+WINDOWS: weakref.WeakKeyDictionary[Window, None] = weakref.WeakKeyDictionary()
 """Of the optimizers that ``attach`` was called for, in that order, which is the same on every rank."""
 
 
-def reachable(named: Sequence[BackwardPasses]) -> list[BackwardPasses]:
+def reachable(named: Sequence[Window]) -> list[Window]:
     """The windows of further optimizers whose parameters a pass in a block may reach.
 
     A pass belongs to the parameters that it reaches, not to the optimizers that the block names: of two optimizers over
@@ -454,7 +454,7 @@ def reachable(named: Sequence[BackwardPasses]) -> list[BackwardPasses]:
 
 
 def note_pass(
-    windows: Sequence[BackwardPasses],
+    windows: Sequence[Window],
     found_inf: torch.Tensor,
     scaler: DeviceLossScaler | None = None,
     *,
@@ -470,16 +470,16 @@ def note_pass(
         moves: the loss scale that an overflow lowers.
         told: True if the optimizers that share a parameter with one of these skip their steps by it, too.
     """
-    alone = not any(passes.ranks.reductions for passes in windows)
+    alone = not any(window.ranks.reductions for window in windows)
     record = BackwardRecord(found_inf, scaler, shared=alone, moves=moves)
-    for passes in windows:
-        others = [other for ref in passes.sharing if (other := ref()) is not None] if told else []
-        for each in (passes, *others):
+    for window in windows:
+        others = [other for ref in window.sharing if (other := ref()) is not None] if told else []
+        for each in (window, *others):
             if record not in each.records:
                 each.records.append(record)
             if len(each.records) >= _MANY:
                 each.records = _merged(each.records)
-        passes.close()
+        window.close()
 
 
 def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
@@ -506,8 +506,8 @@ def _merged(records: list[BackwardRecord]) -> list[BackwardRecord]:
     return found
 
 
-def sync_overflow(optimizers: Sequence[BackwardPasses]) -> None:
+def sync_overflow(optimizers: Sequence[Window]) -> None:
     """Let all ranks agree on which of the latest passes overflowed, and update the loss scales."""
-    records = {id(record): record for passes in optimizers for record in passes.records}
-    for scaler, found_inf in share_overflow(records.values(), [passes.ranks for passes in optimizers]).items():
-        scaler.update(found_inf, lambda: first_bad_gradient([passes.keeper.optimizer for passes in optimizers]))
+    records = {id(record): record for window in optimizers for record in window.records}
+    for scaler, found_inf in share_overflow(records.values(), [window.ranks for window in optimizers]).items():
+        scaler.update(found_inf, lambda: first_bad_gradient([window.keeper.optimizer for window in optimizers]))

@@ -56,12 +56,12 @@ class _Attached(Mixin):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, and what was found in them. Whether they become None or zero is as without ``amp``."""
         super().zero_grad(*([] if set_to_none is None else [set_to_none]))  # type: ignore[misc]
-        self._amp_stash.passes.clear()
+        self._amp_stash.window.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The optimizer's own; 16-bit parameters get masters if the others have them, and scaled gradients go."""
         super().add_param_group(param_group)  # type: ignore[misc]
-        self._amp_stash.passes.drop_brought()
+        self._amp_stash.window.drop_brought()
         self._amp_stash.keeper.adopt()
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,8 +79,8 @@ class _Attached(Mixin):
             keeper.plain.load(self, state_dict)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients that the next step uses; see ``BackwardPasses.clip``."""
-        norm: torch.Tensor = self._amp_stash.passes.clip(max_norm, norm_type)
+        """Clip the gradients that the next step uses; see ``Window.clip``."""
+        norm: torch.Tensor = self._amp_stash.window.clip(max_norm, norm_type)
         return norm
 
     @property

@@ -1,6 +1,6 @@
 """The block in which a face runs one scaled backward pass: what is behind ``scale_loss`` and its like.
 
-It calls the passes of all its optimizers in order (``backward.py``) and then moves the loss scale.
+It calls the windows of all its optimizers in order (``backward.py``) and then moves the loss scale.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..casting.dynamo import eager
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
 from ..gradients.loss_scaler import DeviceLossScaler
-from .backward import WINDOWS, BackwardPasses, WindowState, note_pass, reachable, sync_overflow
+from .backward import WINDOWS, Window, WindowState, note_pass, reachable, sync_overflow
 from .diagnosis import first_bad_gradient
 
 __all__ = ["ScaledBackward", "before_unscaling", "check_loss", "record_pass"]
@@ -45,7 +45,7 @@ class ScaledBackward:
 
     Args:
         loss: a floating tensor on any device; a 16-bit one is scaled in fp32.
-        passes: those of the optimizers whose parameters get gradients.
+        windows: of the optimizers whose parameters get gradients.
         scaler: the loss scale.
         name: who asks, for the message of an error.
         found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. With None a static scale of
@@ -63,7 +63,7 @@ class ScaledBackward:
     def __init__(
         self,
         loss: torch.Tensor,
-        passes: Sequence[BackwardPasses],
+        windows: Sequence[Window],
         scaler: DeviceLossScaler,
         *,
         name: str,
@@ -73,13 +73,13 @@ class ScaledBackward:
     ) -> None:
         check_loss(name, loss)
         self._loss = loss
-        self._passes = passes
+        self._windows = windows
         self._scaler = scaler
         self._name = name
         self._found_inf = found_inf
         self._stay = stay
         self._check = check
-        self._beside: list[BackwardPasses] = []  # of further optimizers, whose parameters the pass may reach
+        self._beside: list[Window] = []  # of further optimizers, whose parameters the pass may reach
         self._scale: torch.Tensor | None = None
         self._hooks: list[Any] = []  # on the loss and the scaled loss
         self._reached: set[str] = set()  # which of the two a backward pass has gone through
@@ -97,13 +97,13 @@ class ScaledBackward:
         try:
             scales = self._found_inf is not None or not self._scaler.neutral
             self._scale = scale = self._scaler.scale(loss.device) if scales else None
-            for passes in self._passes:
-                if self._stay and passes.release is not None:
-                    passes.release.refuse_delay()
-                passes.begin(scale, block=self, guard=guard)
-            self._beside = [] if scale is None or len(WINDOWS) <= len(self._passes) else reachable(self._passes)
-            for passes in self._beside:
-                passes.begin(scale, block=self, guard=_refuse_release, named=False)
+            for window in self._windows:
+                if self._stay and window.release is not None:
+                    window.release.refuse_delay()
+                window.begin(scale, block=self, guard=guard)
+            self._beside = [] if scale is None or len(WINDOWS) <= len(self._windows) else reachable(self._windows)
+            for window in self._beside:
+                window.begin(scale, block=self, guard=_refuse_release, named=False)
             wide = loss.float() if loss.dtype in HALF_DTYPES else loss
             if scale is None:
                 return wide
@@ -135,45 +135,45 @@ class ScaledBackward:
             raise
 
     def _close(self) -> None:
-        unscaled_loss = self._reached == {"loss"} and any(passes.gradients.arrived() for passes in self._passes)
+        unscaled_loss = self._reached == {"loss"} and any(window.gradients.arrived() for window in self._windows)
         missed = bool(self._hooks) and not self._reached
         while self._hooks:
             self._hooks.pop().remove()
         if unscaled_loss:
             _refuse_unscaled(self._reached, self._name)
         if missed:
-            self._passes[0].scaling.say_without_backward(self._name)
+            self._windows[0].scaling.say_without_backward(self._name)
         for callback in before_unscaling:
             callback()
         found_inf = self._found_inf
         if found_inf is None:
             found_inf = torch.zeros((), dtype=torch.float32, device=self._loss.device)
         # A pass without gradients does not count: under FSDP2 without synchronization they come later.
-        found = [passes.finish(self._scale, found_inf) for passes in self._passes]
-        for passes in list(self._beside):
-            self.finish_reached(passes)
+        found = [window.finish(self._scale, found_inf) for window in self._windows]
+        for window in list(self._beside):
+            self.finish_reached(window)
         if self._scale is not None and self._check and any(found):
-            record_pass(self._passes, self._scaler, found_inf, self._scale)
+            record_pass(self._windows, self._scaler, found_inf, self._scale)
         else:
-            for passes in self._passes:
-                passes.close()
+            for window in self._windows:
+                window.close()
         if self._stay:
-            for passes in self._passes:
-                passes.state = WindowState.SCALED
+            for window in self._windows:
+                window.state = WindowState.SCALED
 
-    def finish_reached(self, passes: BackwardPasses) -> None:
+    def finish_reached(self, window: Window) -> None:
         """End the pass for one of the optimizers that this block does not name."""
         assert self._scale is not None
-        self._beside.remove(passes)
-        passes.finish_reached(self._scaler, self._scale)
+        self._beside.remove(window)
+        window.finish_reached(self._scaler, self._scale)
 
     def _abandon(self) -> None:
         """Put back the gradients from before, of each optimizer that this block is open for."""
         while self._hooks:
             self._hooks.pop().remove()
-        for passes in (*self._passes, *self._beside):
-            if passes.block is self:
-                passes.abandon()
+        for window in (*self._windows, *self._beside):
+            if window.block is self:
+                window.abandon()
 
 
 # These hang on tensors and on the optimizer. They must not hold the block, which is to be gone when its `with` is.
@@ -203,7 +203,7 @@ def _refuse_release() -> None:
 
 
 def record_pass(
-    optimizers: Sequence[BackwardPasses],
+    windows: Sequence[Window],
     scaler: DeviceLossScaler,
     found_inf: torch.Tensor,
     scale: torch.Tensor,
@@ -216,20 +216,20 @@ def record_pass(
     averaged.
 
     Args:
-        optimizers: whose parameters got gradients.
+        windows: of the optimizers whose parameters got gradients.
         scaler: the loss scale.
         found_inf: 0-dim float32 tensor, 1.0 if a gradient holds inf or NaN.
         scale: what the loss was multiplied by, a 0-dim tensor.
         moves: whether the loss scale hears of it at all.
     """
-    alone = not any(passes.ranks.reductions for passes in optimizers)
+    alone = not any(window.ranks.reductions for window in windows)
     of = scaler if moves or alone else None
-    note_pass(optimizers, found_inf, of, moves=scaler if moves else None)
-    for passes in optimizers:
-        passes.scales[scaler] = scale
+    note_pass(windows, found_inf, of, moves=scaler if moves else None)
+    for window in windows:
+        window.scales[scaler] = scale
     if not moves:
         return
     if alone:
-        scaler.update(found_inf, lambda: first_bad_gradient([passes.keeper.optimizer for passes in optimizers]))
-    elif not any(passes.ranks.has_unsynced for passes in optimizers):
-        sync_overflow(optimizers)
+        scaler.update(found_inf, lambda: first_bad_gradient([window.keeper.optimizer for window in windows]))
+    elif not any(window.ranks.has_unsynced for window in windows):
+        sync_overflow(windows)

@@ -280,7 +280,7 @@ class GraphedSteps:
     def _gradients(self) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
         """Return the parameters' gradients, and the flag that a pass since the last step overflowed."""
         attached = attached_to(self._step.optimizer)
-        records = [] if attached is None else attached.passes.records
+        records = [] if attached is None else attached.window.records
         return get_grads(self._params()), any_overflow(records) if records else None
 
     def _restore_gradients(self) -> None:
@@ -291,7 +291,7 @@ class GraphedSteps:
         set_grads([p for p, _ in pairs], [g for _, g in pairs])
         attached = attached_to(self._step.optimizer)
         if attached is not None and self._pending.flag is not None:
-            attached.passes.records = [BackwardRecord(self._pending.flag, None, shared=True)]
+            attached.window.records = [BackwardRecord(self._pending.flag, None, shared=True)]
         self._pending = None
 
     def _take_gradients(self, slot: GradientSlot | None) -> None:

@@ -128,9 +128,9 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
         Raises:
             ArgumentTypeError: if the loss is no floating tensor.
         """
-        passes, engine = self._attached.passes, self.loss_scaler.engine
+        window, engine = self._attached.window, self.loss_scaler.engine
         found_inf = torch.zeros((), dtype=torch.float32, device=getattr(loss, "device", None))
-        block = ScaledBackward(loss, [passes], engine, name=_NAME, found_inf=found_inf, check=update_master_grads)
+        block = ScaledBackward(loss, [window], engine, name=_NAME, found_inf=found_inf, check=update_master_grads)
         if self._scale is not None:
             self._unscale(self._scale, found_inf, moves=False)
         with block as scaled_loss:
@@ -140,7 +140,7 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
             self._note(found_inf)
         else:
             scale = engine.scale(loss.device)
-            passes.multiply(scale)
+            window.multiply(scale)
             self._scale = scale
 
     def update_master_grads(self) -> None:
@@ -151,10 +151,10 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
         """
         attached, scale = self._attached, self._scale
         if scale is None:
-            if self._unscaled or all(param.grad is None for param in attached.passes.params()):
+            if self._unscaled or all(param.grad is None for param in attached.window.params()):
                 return
-            scale = self.loss_scaler.engine.scale(attached.passes.device)
-        found_inf = torch.zeros((), dtype=torch.float32, device=attached.passes.device)
+            scale = self.loss_scaler.engine.scale(attached.window.device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=attached.window.device)
         self._unscale(scale, found_inf)
         self._unscaled = True
         self._note(found_inf)
@@ -172,7 +172,7 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
         check_number("max_norm", max_norm, finite=False)
         check_number("norm_type", norm_type, finite=False)
         self._settle()
-        return self._attached.passes.clip(max_norm, norm_type)
+        return self._attached.window.clip(max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the masters and round them into the model, or skip if a gradient was inf or NaN.
@@ -321,10 +321,10 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
             found_inf: 0-dim float32 tensor, set to 1.0 if one is not finite.
             moves: whether the loss scale moves by it.
         """
-        passes = self._attached.passes
-        passes.finish(scale, found_inf)
+        window = self._attached.window
+        window.finish(scale, found_inf)
         self._scale = None
-        record_pass([passes], self.loss_scaler.engine, found_inf, scale, moves=moves)
+        record_pass([window], self.loss_scaler.engine, found_inf, scale, moves=moves)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         self._found_inf = None
