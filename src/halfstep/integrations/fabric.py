@@ -59,9 +59,9 @@ class HalfstepFabricPrecision(RecipePrecision):
         model, optimizer = fabric.setup(*precision.prepare(model, optimizer))
 
     Args:
-        level: see ``halfstep.integrations.recipe.Recipe``, also for the other arguments.
-        dtype: likewise.
-        **options: likewise.
+        level: see ``halfstep.integrations.recipe.Recipe``.
+        dtype: see ``Recipe``.
+        **options: see ``Recipe``.
     """
 
     def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[Any, ...]:

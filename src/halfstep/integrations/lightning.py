@@ -30,9 +30,9 @@ class HalfstepPrecision(RecipePrecision, Precision):
     advance a schedule whose interval is "step".
 
     Args:
-        level: see ``halfstep.integrations.recipe.Recipe``, also for the other arguments.
-        dtype: likewise.
-        **options: likewise.
+        level: see ``halfstep.integrations.recipe.Recipe``.
+        dtype: see ``Recipe``.
+        **options: see ``Recipe``.
     """
 
     def __init__(self, level: str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:

@@ -44,9 +44,9 @@ class HalfstepScaler:
         loss_scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
 
     Args:
-        level: see ``halfstep.integrations.recipe.Recipe``, also for the other arguments.
-        dtype: likewise.
-        **options: likewise.
+        level: see ``halfstep.integrations.recipe.Recipe``.
+        dtype: see ``Recipe``.
+        **options: see ``Recipe``.
     """
 
     state_dict_key = "amp_scaler"
