@@ -29,7 +29,7 @@ from .alarms import Alarms
 from .report import write_report
 from .sampled_step import Named, SampledStep
 from .step_rows import GradientTotals, StepRows
-from .survey import Survey
+from .survey import TensorSampler
 
 __all__ = ["TENSORS", "Monitor"]
 
@@ -165,7 +165,7 @@ class Monitor:
             self._optimizer.on_gradients = others
         self._next += self._finish(None)
         if self._totals:  # from steps after the last sampled one
-            self._add(max(self._next - 1, 0), Survey(0, 0))
+            self._add(max(self._next - 1, 0), TensorSampler(0, 0))
         self.findings()  # logs them
 
     def __enter__(self) -> Monitor:
@@ -320,7 +320,7 @@ class Monitor:
             survey = step.finish(skipped)
         return bool(survey) and self._add(self._next, survey)  # empty if the step had only begun
 
-    def _add(self, index: int, survey: Survey) -> bool:
+    def _add(self, index: int, survey: TensorSampler) -> bool:
         totals, self._totals = self._totals, GradientTotals()
         self._steps.append(StepRows(survey, totals.finish(index, self._names)))
         return True

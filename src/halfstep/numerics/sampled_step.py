@@ -22,7 +22,7 @@ from ..observe.notes import Notes
 from ..observe.samples import column
 from ..observe.updates import Change, before_step
 from ..observe.watch import ModuleCall, Watch
-from .survey import Callers, LossScale, Param, Survey, can_survey
+from .survey import Callers, LossScale, Param, TensorSampler, can_survey
 
 __all__ = ["Named", "SampledStep"]
 
@@ -62,7 +62,7 @@ class SampledStep:
         self._modules = modules
         self._outputs, self._output_grads, self._graded = outputs, output_grads, graded
         self._count = count
-        self._survey = Survey(count, index)
+        self._survey = TensorSampler(count, index)
         self._live_scale = live_scale
         self._scale: torch.Tensor | None = None
         self._changes: Callable[[], Iterable[Change]] = tuple
@@ -82,8 +82,8 @@ class SampledStep:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def finish(self, skipped: torch.Tensor | None) -> Survey:
-        """Count the samples; for ``skipped`` see ``Survey.finish``."""
+    def finish(self, skipped: torch.Tensor | None) -> TensorSampler:
+        """Count the samples; for ``skipped`` see ``TensorSampler.finish``."""
         self._survey.finish(self._scale, skipped)
         return self._survey
 

@@ -17,7 +17,7 @@ from ..observe.names import OUTSIDE, ROOT
 from ..observe.reading import Reading
 from ..observe.row import Row, merge_rows
 from ..optimizers.param_rows import ParamRows
-from .survey import About, Looked, Survey
+from .survey import Sampled, TensorId, TensorSampler
 
 __all__ = ["GradientTotals", "StepRows"]
 
@@ -32,7 +32,7 @@ class GradientTotals:
     def __init__(self) -> None:
         self._totals: dict[tuple[int, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
         """Totals by the ids of parameters that step together."""
-        self._fetched: list[tuple[list[About], Reading]] = []
+        self._fetched: list[tuple[list[TensorId], Reading]] = []
 
     def __bool__(self) -> bool:
         return bool(self._totals)
@@ -68,7 +68,7 @@ class GradientTotals:
         """
         for params, total in self._totals.values():
             found = ((names.get(id(param), ""), param) for param in params)
-            abouts = [About(step, name, "grad", 0, dtype_name(p.dtype), local(p).numel()) for name, p in found]
+            abouts = [TensorId(step, name, "grad", 0, dtype_name(p.dtype), local(p).numel()) for name, p in found]
             self._fetched.append((abouts, Reading(total).send()))
         self._totals = {}
         return self
@@ -84,7 +84,7 @@ class GradientTotals:
         A parameter that had a gradient only in other steps gets a row without the sampled statistics.
         """
         sums: dict[str, list[float]] = {}
-        missing: dict[str, About] = {}
+        missing: dict[str, TensorId] = {}
         for abouts, fetched in self._fetched:
             for about, (*line, largest) in zip(abouts, fetched.get()[0].T.tolist(), strict=True):
                 if about.module and about.numel:  # a parameter, or a rank's shard, may be empty
@@ -120,7 +120,7 @@ class StepRows(NamedTuple):
         totals: the finished totals of the gradients since the last sampled step, including this step.
     """
 
-    survey: Survey
+    survey: TensorSampler
     totals: GradientTotals
 
     @property
@@ -129,7 +129,7 @@ class StepRows(NamedTuple):
         return self.totals.ready and self.survey.ready
 
     def rows(self, *, bins: bool = False, brief: bool = False) -> list[Row]:
-        """Make the rows, in order of execution; see ``Survey.rows`` for the arguments."""
+        """Make the rows, in order of execution; see ``TensorSampler.rows`` for the arguments."""
         seen = self.survey.rows(bins=bins, brief=brief)
         bad = {looked.number for looked, row in seen if not row.is_finite}
         if bad:
@@ -138,7 +138,7 @@ class StepRows(NamedTuple):
         return self.totals.into(merge_rows(row for _, row in seen))
 
 
-def _origin(looked: Looked, bad: set[int]) -> str:
+def _origin(looked: Sampled, bad: set[int]) -> str:
     """Name the innermost running module that got only finite inputs."""
     names = (name for name, inputs in looked.callers if bad.isdisjoint(inputs))
     is_whole = bool(looked.callers) and looked.callers[-1][0] == ROOT

@@ -23,7 +23,7 @@ from ..observe.reading import Reading
 from ..observe.row import PROBE, Row
 from ..observe.samples import sample, samples_in
 
-__all__ = ["About", "Callers", "Looked", "LossScale", "Param", "Survey", "can_survey"]
+__all__ = ["Callers", "LossScale", "Param", "Sampled", "TensorId", "TensorSampler", "can_survey"]
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _MAGNITUDE, _INFINITY = 0x7FFF_FFFF, 0x7F80_0000  # bits of a float32
@@ -45,7 +45,7 @@ Param = tuple[str, torch.dtype, torch.Tensor]
 """The name of a parameter, the dtype in which its numbers were computed, and a tensor of its shape."""
 
 
-class About(NamedTuple):
+class TensorId(NamedTuple):
     """The identity of a row's tensor: the attributes of ``Row`` that are known before its numbers."""
 
     step: int
@@ -56,7 +56,7 @@ class About(NamedTuple):
     numel: int
 
 
-class Looked(NamedTuple):
+class Sampled(NamedTuple):
     """A sampled tensor.
 
     Attributes:
@@ -68,7 +68,7 @@ class Looked(NamedTuple):
     """
 
     number: int
-    about: About
+    about: TensorId
     sampled: int
     scale: LossScale
     callers: Callers
@@ -77,14 +77,14 @@ class Looked(NamedTuple):
 class _Samples(NamedTuple):
     """The data of tensors on one device: concatenated samples, and the extremes of whole tensors."""
 
-    looked: list[Looked]
+    looked: list[Sampled]
     columns: list[torch.Tensor]
     extremes: list[_Extremes]
     places: dict[int, int]  # indices in ``extremes`` by tensor number
     inputs: list[int]  # tensor numbers
 
 
-class Survey:
+class TensorSampler:
     """The tensors of one step: sampled one by one, counted together, and read when the device has counted.
 
     Python is slow between two ops of a model, because the ops evict the caches; so ``add`` makes few calls.
@@ -116,11 +116,11 @@ class Survey:
             kind: "output" or "output_grad".
             tensor: a tensor that ``can_survey`` accepts.
             call: the index of the module's call.
-            callers: see ``Looked``.
+            callers: see ``Sampled``.
             like: the index that the tensor got as an input, if any.
 
         Returns:
-            The index of the tensor; see ``Looked``.
+            The index of the tensor; see ``Sampled``.
         """
         number, here = self._next, local(tensor.detach())
         self._next += 1
@@ -130,9 +130,9 @@ class Survey:
             samples.places[number] = _look(samples, here) if place is None else place
         if size:
             column = sample(here, self._count)
-            about = About(self._step, module, kind, call, dtype_name(tensor.dtype), size)
+            about = TensorId(self._step, module, kind, call, dtype_name(tensor.dtype), size)
             scale: LossScale = "none" if kind == "output" else "in"
-            samples.looked.append(Looked(number, about, column.numel(), scale, callers))
+            samples.looked.append(Sampled(number, about, column.numel(), scale, callers))
             samples.columns.append(column.to(torch.float32, copy=True))
         return number
 
@@ -155,18 +155,18 @@ class Survey:
             kind: "grad", "weight" or "update".
             params: the parameters.
             column: the concatenated samples.
-            scale: see ``Looked``.
+            scale: see ``Sampled``.
             whole: True to find the extremes of the whole tensors.
         """
         samples = self._samples[column.device]
         samples.columns.append(column)
         for name, dtype, tensor in params:
             here = local(tensor)
-            about = About(self._step, name, kind, 0, dtype_name(dtype), here.numel())
+            about = TensorId(self._step, name, kind, 0, dtype_name(dtype), here.numel())
             if whole and about.numel > self._count:
                 samples.places[self._next] = _look(samples, here.detach())
             if about.numel:
-                samples.looked.append(Looked(self._next, about, samples_in(here, self._count), scale, ()))
+                samples.looked.append(Sampled(self._next, about, samples_in(here, self._count), scale, ()))
             self._next += 1
 
     @torch.no_grad()
@@ -200,8 +200,8 @@ class Survey:
         sent = chain([self._flags], (ends for _, ends in self._ends), (block.read for block in self._blocks))
         return all(each.ready for each in sent)
 
-    def rows(self, *, bins: bool, brief: bool = False) -> list[tuple[Looked, Row]]:
-        """Make the rows in the order of sampling, each with its ``Looked``.
+    def rows(self, *, bins: bool, brief: bool = False) -> list[tuple[Sampled, Row]]:
+        """Make the rows in the order of sampling, each with its ``Sampled``.
 
         Args:
             bins: True for rows with histograms.
@@ -226,11 +226,11 @@ class Survey:
 class _Block(NamedTuple):
     """The statistics of tensors on one device, one line per tensor, while they are copied to the host."""
 
-    looked: list[Looked]
+    looked: list[Sampled]
     width: int
     read: Reading
 
-    def rows(self, scale: float, whole: dict[int, float], bins: bool, brief: bool) -> Iterator[tuple[Looked, Row]]:
+    def rows(self, scale: float, whole: dict[int, float], bins: bool, brief: bool) -> Iterator[tuple[Sampled, Row]]:
         """Make the rows; ``whole`` has the largest magnitudes of whole tensors by index."""
         numbers, probes, counts = self.read.get()
         counts = counts.view(len(self.looked), _KINDS)
@@ -274,7 +274,7 @@ def _places(sampled: tuple[int, ...], device: torch.device) -> tuple[torch.Tenso
     return (starts + place).masked_fill_(place >= sizes, sum(sampled)), starts + probes
 
 
-def _counted(looked: list[Looked], numbers: torch.Tensor, probes: torch.Tensor) -> _Block:
+def _counted(looked: list[Sampled], numbers: torch.Tensor, probes: torch.Tensor) -> _Block:
     """Count the numbers of tensors, one line per tensor."""
     lines, width = numbers.shape
     bits = numbers.view(torch.int32) & _MAGNITUDE
