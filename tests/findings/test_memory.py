@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError
-from halfstep.findings.memory import OPTIMIZERS, Line, lines
+from halfstep.findings.memory import OPTIMIZERS, MemoryLine, lines
 from tests.support.backends import skip_without_compiler
 from tests.support.worlds import scaled_backward, step_and_clear, with_optimizer
 
@@ -43,7 +43,7 @@ def test_every_optimizer_of_the_table_is_tried() -> None:
 
 @pytest.mark.filterwarnings("ignore:.* rounds away:UserWarning")  # at O3
 @pytest.mark.parametrize("line", list(lines()), ids=lambda line: f"{line.optimizer} {line.level} {line.dtype}")
-def test_a_live_count_is_what_the_table_says(line: Line) -> None:
+def test_a_live_count_is_what_the_table_says(line: MemoryLine) -> None:
     skip_without_compiler(line.masters == 2)  # there a master is an fp32 copy of 4 bytes
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     optimizer = MAKE[line.optimizer](model.parameters())

@@ -16,7 +16,7 @@ from halfstep import amp, numerics
 from halfstep.casting.current import thread
 from halfstep.numerics import OpTable
 from halfstep.observe.ops import OpCall
-from halfstep.observe.watch import Watch
+from halfstep.observe.watch import CallWatch
 from tests.support.processes import Ranks
 from tests.support.worlds import scaled_step, with_optimizer
 
@@ -146,7 +146,7 @@ def test_under_ddp_names_are_those_of_the_model(ranks: Ranks) -> None:
 
 def test_a_notice_sees_every_op_with_its_result() -> None:
     seen: list[OpCall] = []
-    with Watch(None, ops=seen.append):
+    with CallWatch(None, ops=seen.append):
         torch.ones(3).add_(1).sum().item()
     assert [call.name for call in seen if not call.op.is_view] == ["ones", "add_", "sum", "_local_scalar_dense"]
     assert [None if call.output is None else call.output.dtype for call in seen][-2:] == [torch.float32, None]

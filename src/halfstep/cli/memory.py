@@ -9,7 +9,7 @@ import click
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..findings.memory import Line
+    from ..findings.memory import MemoryLine
 
 __all__ = ["command"]
 
@@ -38,7 +38,7 @@ def command(params: float | None, optimizer: str | None) -> None:
         console.print(f"  {level}: {text}", highlight=False, soft_wrap=True)
 
 
-def _table(lines: list[Line], params: float | None) -> Table:
+def _table(lines: list[MemoryLine], params: float | None) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))

@@ -38,7 +38,7 @@ __all__ = ["Recording", "recording", "robust_limit", "write_report"]
 
 
 @dataclass
-class Steps:
+class OptimizerSteps:
     """The steps of one optimizer: each list has one entry per step.
 
     Attributes:
@@ -70,14 +70,14 @@ class Recording:
     """An observer that records the steps of all optimizers under amp.
 
     Attributes:
-        steps: one ``Steps`` per optimizer, in the order of their first steps.
+        steps: one ``OptimizerSteps`` per optimizer, in the order of their first steps.
         device: the device of the optimizer that made the latest step.
     """
 
     def __init__(self) -> None:
-        self.steps: list[Steps] = []
+        self.steps: list[OptimizerSteps] = []
         self.device = torch.device("cpu")
-        self._of: dict[int, tuple[AttachedOptimizer, Steps]] = {}
+        self._of: dict[int, tuple[AttachedOptimizer, OptimizerSteps]] = {}
         self._before: tuple[dict[DeviceLossScaler, float], int] = ({}, 0)
         self._last = time.perf_counter()
 
@@ -90,7 +90,7 @@ class Recording:
         """Record the step. Reads the device."""
         scales, skipped = self._before
         if id(attached) not in self._of:
-            self._of[id(attached)] = attached, Steps(type(attached.optimizer).__name__)
+            self._of[id(attached)] = attached, OptimizerSteps(type(attached.optimizer).__name__)
             self.steps.append(self._of[id(attached)][1])
         steps = self._of[id(attached)][1]
         self.device = attached.window.device
@@ -166,7 +166,7 @@ def _pictures(record: Recording) -> list[Markup]:
     ]
 
 
-def _scales(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
+def _scales(names: Sequence[str], all_steps: Sequence[OptimizerSteps]) -> Markup:
     drawn, labelled = [], {}
     for name, steps in zip(names, all_steps, strict=True):
         for i, scales in enumerate(steps.scales.values()):
@@ -183,7 +183,7 @@ def _scales(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
     return scale_figure(drawn, labelled, "optimizer", f"{skipped} skipped.", text)
 
 
-def _times(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
+def _times(names: Sequence[str], all_steps: Sequence[OptimizerSteps]) -> Markup:
     limit = max(robust_limit(steps.seconds) for steps in all_steps)
     every = [
         (second, name, step)
@@ -206,7 +206,7 @@ def _times(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
     return figure(picture, numbers("The slowest steps", ["optimizer", "step", "ms"], body), caption=text)
 
 
-def _memories(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
+def _memories(names: Sequence[str], all_steps: Sequence[OptimizerSteps]) -> Markup:
     mebibytes = [[size / 2**20 for size in steps.bytes] for steps in all_steps]
     largest = max(map(max, mebibytes))
     picture = _plain_lines("Memory", f"At most {largest:.4g} MiB.", names, mebibytes, 1.1 * largest)
@@ -225,7 +225,7 @@ def _plain_lines(
     return lines(title, description, drawn, low=0.0, high=high, label=lambda at: f"{at:,g}", ticks=between(0.0, high))
 
 
-def _names(all_steps: Sequence[Steps]) -> list[str]:
+def _names(all_steps: Sequence[OptimizerSteps]) -> list[str]:
     """Name the optimizers by class, numbered if a class occurs several times."""
     classes = [steps.name for steps in all_steps]
     return [name if classes.count(name) == 1 else f"{name} {classes[:i].count(name)}" for i, name in enumerate(classes)]

@@ -13,7 +13,7 @@ import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..observe.ops import OpCall, tensors_in
-from ..observe.watch import Watch
+from ..observe.watch import CallWatch
 from .checks import Checked, DebugMode, can_check, check_mode, facts_of
 from .names import listed, log_name, op_of
 
@@ -99,7 +99,7 @@ def _write(folder: str | None, checked: Checked) -> None:
         file.write(checked.line())
 
 
-_checking: list[Watch] = []
+_checking: list[CallWatch] = []
 
 
 def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
@@ -118,7 +118,7 @@ def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
         raise ArgumentTypeError(f"enable_tensor_checker takes a TensorCheckerConfig, not {checker_config!r}.")
     disable_tensor_checker()
     if checker_config.update_and_check_step_id():
-        _checking.append(Watch({}, ops=partial(_check, checker_config)).begin())
+        _checking.append(CallWatch({}, ops=partial(_check, checker_config)).begin())
 
 
 def disable_tensor_checker() -> None:
@@ -150,7 +150,7 @@ def check_layer_numerics(forward: F) -> F:
             raise UsageError("No elements found in args. Give the first input of this layer by position.")
         if not isinstance(args[0], torch.Tensor):
             raise UsageError(f"First input of this layer must be tensor. It is of type {type(args[0]).__name__}.")
-        with Watch({}, ops=partial(_check, TensorCheckerConfig(enable=True))):
+        with CallWatch({}, ops=partial(_check, TensorCheckerConfig(enable=True))):
             return forward(self, *args, **kwargs)
 
     return checked  # type: ignore[return-value]

@@ -25,7 +25,7 @@ from ..observe.names import ROOT, qualified_names
 from ..observe.notes import Notes
 from ..observe.ops import FunctionCall
 from ..observe.samples import PROOF, grid_flags, sample
-from ..observe.watch import ModuleCall, Watch
+from ..observe.watch import CallWatch, ModuleCall
 
 __all__ = ["Forward", "is_norm", "is_router", "run", "same_random_numbers"]
 
@@ -164,7 +164,7 @@ class Forward:
     @contextmanager
     def watching(self) -> Iterator[Forward]:
         """Record calls of modules and torch functions within the block. Compiled code runs eagerly."""
-        with Watch(self._names, modules=self, functions=self._note_function) as watch:
+        with CallWatch(self._names, modules=self, functions=self._note_function) as watch:
             self.running = watch.running
             yield self
 

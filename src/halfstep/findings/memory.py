@@ -19,10 +19,10 @@ from ..kernels.shards import local
 from ..observe.ops import tensors_in
 from ..stepping.attached import attached_to
 
-__all__ = ["ACTIVATIONS", "LEVELS", "OPTIMIZERS", "Kept", "Line", "Memory", "lines", "memory"]
+__all__ = ["ACTIVATIONS", "LEVELS", "OPTIMIZERS", "Memory", "MemoryLine", "OptimizerMemory", "lines", "memory"]
 
 
-class Kept(NamedTuple):
+class OptimizerMemory(NamedTuple):
     """The memory of an optimizer, in bytes per parameter.
 
     Attributes:
@@ -41,21 +41,21 @@ class Kept(NamedTuple):
 
 
 OPTIMIZERS = (
-    Kept("torch.optim.SGD", 0, 0),
-    Kept("torch.optim.SGD, momentum", 4, 2),
-    Kept("torch.optim.AdamW", 8, 4),
-    Kept("torch.optim.Adagrad", 4, 2),
-    Kept("torch.optim.RMSprop", 4, 2, split=False),
-    Kept("torch.optim.Muon", 4, 2),
-    Kept("FusedSGD, momentum", 4, 4),
-    Kept("FusedAdam", 8, 8),
-    Kept("FusedAdam, bfloat16 state", 6, 6),
-    Kept("FusedAdam, max_grad_norm", 8, 8, gradients=2),
-    Kept("FusedAdam, release=True", 8, 8, gradients=None),
-    Kept("FusedLAMB", 8, 8, gradients=2),
-    Kept("FusedMuon", 4, 4),
-    Kept("FusedNovoGrad", 4, 4),
-    Kept("FusedAdagrad", 4, 4),
+    OptimizerMemory("torch.optim.SGD", 0, 0),
+    OptimizerMemory("torch.optim.SGD, momentum", 4, 2),
+    OptimizerMemory("torch.optim.AdamW", 8, 4),
+    OptimizerMemory("torch.optim.Adagrad", 4, 2),
+    OptimizerMemory("torch.optim.RMSprop", 4, 2, split=False),
+    OptimizerMemory("torch.optim.Muon", 4, 2),
+    OptimizerMemory("FusedSGD, momentum", 4, 4),
+    OptimizerMemory("FusedAdam", 8, 8),
+    OptimizerMemory("FusedAdam, bfloat16 state", 6, 6),
+    OptimizerMemory("FusedAdam, max_grad_norm", 8, 8, gradients=2),
+    OptimizerMemory("FusedAdam, release=True", 8, 8, gradients=None),
+    OptimizerMemory("FusedLAMB", 8, 8, gradients=2),
+    OptimizerMemory("FusedMuon", 4, 4),
+    OptimizerMemory("FusedNovoGrad", 4, 4),
+    OptimizerMemory("FusedAdagrad", 4, 4),
 )
 """The optimizers of the table. Numbers stored once per tensor, such as step counts, are left out."""
 
@@ -71,7 +71,7 @@ ACTIVATIONS = {
 """Bytes per number that is saved for the backward pass on a device with 16-bit units."""
 
 
-class Line(NamedTuple):
+class MemoryLine(NamedTuple):
     """Bytes per parameter of one optimizer at one level.
 
     Attributes:
@@ -98,7 +98,7 @@ class Line(NamedTuple):
         return self.weights + self.masters + self.state + self.gradients
 
 
-def lines() -> Iterator[Line]:
+def lines() -> Iterator[MemoryLine]:
     """Yield the table: every optimizer at every level."""
     for kept in OPTIMIZERS:
         for level, dtype in LEVELS:
@@ -107,7 +107,7 @@ def lines() -> Iterator[Line]:
             gradients = 4 if full else 2 if level == "O3" else (kept.gradients or 0) if split else 4
             weights, state = 4 if full else 2, kept.state_of_halves if level == "O3" else kept.state
             gradients = 0 if kept.gradients is None else gradients
-            yield Line(level, dtype, kept.name, weights, masters, state, gradients)
+            yield MemoryLine(level, dtype, kept.name, weights, masters, state, gradients)
 
 
 class Memory(NamedTuple):

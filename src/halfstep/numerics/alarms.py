@@ -1,6 +1,6 @@
 """Alarms of a monitored run: findings from its rows about present and imminent problems.
 
-A ``Trace`` keeps the history of one tensor as far as the rules need it. The rules are functions of the traces.
+A ``History`` keeps the rows of one tensor that the rules need. The rules are functions of the histories.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NAMED = 4
 
 
 @dataclass(eq=False)
-class Trace:
+class History:
     """The history of one tensor.
 
     Attributes:
@@ -76,10 +76,10 @@ class Trace:
         return self.recent[-1]
 
 
-_OfKind = dict[tuple[str, int], Trace]
-"""The traces of one kind of tensor, by module or parameter and call, in order of first occurrence."""
+_OfKind = dict[tuple[str, int], History]
+"""The histories of one kind of tensor, by module or parameter and call, in order of first occurrence."""
 
-_Traces = defaultdict[str, _OfKind]
+_Histories = defaultdict[str, _OfKind]
 
 
 class Alarms:
@@ -101,7 +101,7 @@ class Alarms:
 
     def __init__(self) -> None:
         self.counted = 0
-        self._traces: _Traces = defaultdict(dict)
+        self._histories: _Histories = defaultdict(dict)
         self._bad: dict[tuple[str, str, int], Row] = {}  # first row with inf or NaN of each output and weight
         self._too_large: Finding | None = None
         self._reported: set[tuple[str, str]] = set()
@@ -109,19 +109,19 @@ class Alarms:
     def add(self, rows: Sequence[Row]) -> None:
         """Add the rows of one step, with or without histograms."""
         for row in rows:
-            self._trace(row).add(row)
+            self._history(row).add(row)
             if row.tensor in ("output", "weight") and not row.is_finite:
                 self._bad.setdefault((row.tensor, row.module, row.call), row)
         if rows and self._too_large is None:
-            self._too_large = _too_large(self._traces, rows[0].step)
+            self._too_large = _too_large(self._histories, rows[0].step)
 
     def add_counted(self, rows: Iterable[Row]) -> None:
         """Add the same rows with histograms, which take longer to make."""
         self.counted += 1
         for row in rows:
             if row.tensor in ("grad", "output_grad") and row.flushed >= _FLUSHED:
-                trace = self._trace(row)
-                trace.flushed = max(trace.flushed, row.flushed)
+                history = self._history(row)
+                history.flushed = max(history.flushed, row.flushed)
 
     def news(self) -> list[Finding]:
         """Return the findings whose code and severity no earlier call has returned."""
@@ -135,17 +135,17 @@ class Alarms:
         large_first = large is not None and (not bad or large.evidence["step"] < bad[0].step)
         fix = _FIX_AFTER_HS120 if large_first else _FIX_OVERFLOW
         spoilt = [row for row in self._bad.values() if row.tensor == "weight"]
-        found = list(_overflow(bad, spoilt, fix) if bad else _near(self._traces["output"], fix))
+        found = list(_overflow(bad, spoilt, fix) if bad else _near(self._histories["output"], fix))
         if large is not None:
             found.insert(0 if large_first else 1, large)
-        return [*found, *_zero(self._traces), *_flushed(self._traces)]
+        return [*found, *_zero(self._histories), *_flushed(self._histories)]
 
-    def _trace(self, row: Row) -> Trace:
-        of_kind, key = self._traces[row.tensor], (row.module, row.call)
-        trace = of_kind.get(key)
-        if trace is None:
-            trace = of_kind[key] = Trace(row)
-        return trace
+    def _history(self, row: Row) -> History:
+        of_kind, key = self._histories[row.tensor], (row.module, row.call)
+        history = of_kind.get(key)
+        if history is None:
+            history = of_kind[key] = History(row)
+        return history
 
 
 def findings_in(rows: Iterable[Row]) -> list[Finding]:
@@ -171,7 +171,7 @@ def _overflow(bad: Sequence[Row], spoilt: Iterable[Row], fix: str) -> Iterator[F
 
 
 def _near(outputs: _OfKind, fix: str) -> Iterator[Finding]:
-    near = sorted((trace.near for trace in outputs.values() if trace.near), key=lambda each: each[0].step)
+    near = sorted((history.near for history in outputs.values() if history.near), key=lambda each: each[0].step)
     if near:
         row, left = min(near, key=lambda each: each[1])
         soon = f"about {left:.0f} steps away if it grows on like this" if left else "less than a doubling away"
@@ -219,11 +219,11 @@ def _steps_left(recent: Sequence[Row]) -> float:
 # ---- HS117
 
 
-def _flushed(traces: _Traces) -> Iterator[Finding]:
-    found = [trace for kind in ("grad", "output_grad") for trace in traces[kind].values() if trace.flushed]
+def _flushed(histories: _Histories) -> Iterator[Finding]:
+    found = [history for kind in ("grad", "output_grad") for history in histories[kind].values() if history.flushed]
     if found:
-        worst = max(found, key=lambda trace: trace.flushed)
-        names = {f"{trace.first.module} ({trace.first.tensor})": trace.last.numel for trace in found}
+        worst = max(found, key=lambda history: history.flushed)
+        names = {f"{history.first.module} ({history.first.tensor})": history.last.numel for history in found}
         text = (
             f"up to {share(worst.flushed)} of these gradients became 0, because they are too small for their dtype; "
             f"most of {worst.first.module} ({worst.first.tensor})"
@@ -234,17 +234,19 @@ def _flushed(traces: _Traces) -> Iterator[Finding]:
 # ---- HS120
 
 
-def _too_large(traces: _Traces, step: int) -> Finding | None:
+def _too_large(histories: _Histories, step: int) -> Finding | None:
     """Make HS120 for a step, if its updates are too large."""
     ratios: dict[str, float] = {}
     numel: dict[str, int] = {}
-    for key, update in traces["update"].items():
-        row, weight = update.last, traces["weight"].get(key)
+    for key, update in histories["update"].items():
+        row, weight = update.last, histories["weight"].get(key)
         if row.step == step and row.is_finite and weight is not None and weight.first.rms > 0.0:
             ratios[row.module] = _size(row) / weight.last.rms if weight.last.rms else math.inf
             numel[row.module] = row.numel
     large = [name for name, ratio in ratios.items() if ratio >= _LARGE]
-    growing = [name for name, ratio in ratios.items() if ratio >= _GROWN and _grows(traces["update"][name, 0].recent)]
+    growing = [
+        name for name, ratio in ratios.items() if ratio >= _GROWN and _grows(histories["update"][name, 0].recent)
+    ]
     ways = (
         (large, "a quarter of their own size or more"),
         (growing, "a tenth of their own size or more, twice as large each time"),
@@ -275,20 +277,20 @@ def _size(update: Row) -> float:
 # ---- HS121
 
 
-def _zero(traces: _Traces) -> Iterator[Finding]:
-    grads = traces["grad"]
-    zero = {name: trace.first.numel for (name, _), trace in grads.items() if trace.moved is None}
+def _zero(histories: _Histories) -> Iterator[Finding]:
+    grads = histories["grad"]
+    zero = {name: history.first.numel for (name, _), history in grads.items() if history.moved is None}
     if not zero:
         return
-    moved = {owner_of(name) for (name, _), trace in grads.items() if trace.moved is not None}
+    moved = {owner_of(name) for (name, _), history in grads.items() if history.moved is not None}
     outputs: dict[str, int] = {}
-    for (name, _), trace in traces["output_grad"].items():
-        if trace.moved is not None:
-            outputs.setdefault(name, trace.moved)
+    for (name, _), history in histories["output_grad"].items():
+        if history.moved is not None:
+            outputs.setdefault(name, history.moved)
     owners = set(map(owner_of, zero))
     lost = sorted((name for name in outputs if name in owners and name not in moved), key=outputs.__getitem__)
     if not moved:
-        step = min(trace.first.step for trace in grads.values())
+        step = min(history.first.step for history in grads.values())
         at = lost[0] if lost else next((name for name in reversed(outputs) if outputs[name] == step), OUTSIDE)
         text = f"all gradients are 0 from step {step} on"
         text += f": none comes out of the backward pass of {at}" if at != OUTSIDE else ": the loss gives none"

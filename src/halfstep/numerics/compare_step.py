@@ -16,7 +16,7 @@ from ..core.loss_scale import make_loss_scale
 from ..core.policy import Policy, check_policy
 from ..findings.forward import same_random_numbers
 from ..observe.names import qualified_names
-from ..observe.watch import Watch
+from ..observe.watch import CallWatch
 from .blame import entries_of, first_not_finite
 from .comparison import Comparison
 from .linked_rows import LinkedRow
@@ -93,7 +93,7 @@ def compare_step(
 
     def run(recorder: Recorder, scale: float, compute_in: torch.dtype | None = None) -> bool:
         recorder.begin(names)
-        watch = Watch(names, ops=recorder.notice, casts=True, compute_in=compute_in)
+        watch = CallWatch(names, ops=recorder.notice, casts=True, compute_in=compute_in)
         with same_random_numbers(model), watch:
             scaled = run_step(model, step, scale, recorder.begin_backward)
         recorder.end(model)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..observe.row import Row
 
-__all__ = ["Grid", "Tensor", "grids", "tensors_of"]
+__all__ = ["Tensor", "UpdateGrid", "grids", "tensors_of"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def tensors_of(rows: Iterable[Row]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Grid:
+class UpdateGrid:
     """The updates of one parameter, measured in half units in the last place (ulp) of its weights.
 
     Attributes:
@@ -76,7 +76,7 @@ class Grid:
     lost: float
 
 
-def grids(rows: Iterable[Row]) -> list[Grid]:
+def grids(rows: Iterable[Row]) -> list[UpdateGrid]:
     """Compute the distribution of a run's updates on the grid of the weights, by parameter.
 
     Rows have the sizes of updates and weights but not their pairing, so the sizes are assumed to be independent.
@@ -93,7 +93,7 @@ def grids(rows: Iterable[Row]) -> list[Grid]:
     return [_grid_of(name, those) for name, those in pairs.items()]
 
 
-def _grid_of(name: str, pairs: Sequence[tuple[Row, Row]]) -> Grid:
+def _grid_of(name: str, pairs: Sequence[tuple[Row, Row]]) -> UpdateGrid:
     shares: dict[int, float] = defaultdict(float)
     for update, weight in pairs:
         lowest = weight.range.normal
@@ -103,4 +103,4 @@ def _grid_of(name: str, pairs: Sequence[tuple[Row, Row]]) -> Grid:
             half_ulp = max(of_weight, lowest) - digits
             for of_update, count in update.exponents.items():
                 shares[of_update - half_ulp] += count * weight_count / all_pairs
-    return Grid(name, pairs[-1][1].dtype, dict(shares), sum(share for at, share in shares.items() if at < 0))
+    return UpdateGrid(name, pairs[-1][1].dtype, dict(shares), sum(share for at, share in shares.items() if at < 0))

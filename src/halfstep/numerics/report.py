@@ -33,7 +33,7 @@ from ..pages import (
     write_page,
 )
 from .alarms import findings_in
-from .overview import Grid, Tensor, grids, tensors_of
+from .overview import Tensor, UpdateGrid, grids, tensors_of
 
 __all__ = ["write_report"]
 
@@ -99,7 +99,7 @@ def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Marku
 # ---- the sections
 
 
-def _findings(rows: Sequence[Row], lost: Sequence[Grid]) -> Markup:
+def _findings(rows: Sequence[Row], lost: Sequence[UpdateGrid]) -> Markup:
     """Make the section of findings: from a ``Monitor``'s rules, the likely cause first, and from the whole run."""
     found = findings_in(rows)
     said = [f"{each.where}: {each.message}. To do: {each.fix}." for each in found]
@@ -242,7 +242,7 @@ def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
     return [figure(picture, numbers("The tensors with the least headroom", names, body, "Least first."), caption=text)]
 
 
-def _grid(lost: Sequence[Grid]) -> Markup:
+def _grid(lost: Sequence[UpdateGrid]) -> Markup:
     shown = _foremost(lost, lambda each: -each.lost)
     low, high = _limits([each.shares for each in shown], [-2, 2])
     rows = [

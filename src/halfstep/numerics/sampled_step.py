@@ -21,7 +21,7 @@ from ..observe.names import ROOT
 from ..observe.notes import Notes
 from ..observe.samples import column
 from ..observe.updates import Change, before_step
-from ..observe.watch import ModuleCall, Watch
+from ..observe.watch import CallWatch, ModuleCall
 from .survey import Callers, LossScale, Param, TensorSampler, can_survey
 
 __all__ = ["Named", "SampledStep"]
@@ -72,7 +72,7 @@ class SampledStep:
         self._seen = Notes[tuple[int, bool]](stay=False)  # index of a tensor, and True if a module returned it
         self._closed = False
         self._hooks: list[RemovableHandle] = []  # of outputs
-        self._watch = Watch({**modules, root: ROOT} if outputs or output_grads else {}, modules=self).begin()
+        self._watch = CallWatch({**modules, root: ROOT} if outputs or output_grads else {}, modules=self).begin()
 
     def close(self) -> None:
         """End the step and remove the hooks."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .ops import Cast, OpCall, tensors_in
-from .watch import Watch
+from .watch import CallWatch
 
 __all__ = ["CountedOp", "counting"]
 
@@ -38,12 +38,12 @@ class CountedOp(NamedTuple):
     cast: Cast | None
 
 
-def counting(names: Mapping[nn.Module, str] | None, *, casts: bool = False) -> tuple[Watch, Counter[CountedOp]]:
+def counting(names: Mapping[nn.Module, str] | None, *, casts: bool = False) -> tuple[CallWatch, Counter[CountedOp]]:
     """Make a watch that counts the ops that compute or copy numbers; the counts are ordered by first occurrence.
 
     Args:
-        names: see ``Watch``.
-        casts: see ``Watch``.
+        names: see ``CallWatch``.
+        casts: see ``CallWatch``.
 
     Returns:
         The watch, and the counts that it fills.
@@ -54,7 +54,7 @@ def counting(names: Mapping[nn.Module, str] | None, *, casts: bool = False) -> t
         if call.computes:
             counts[_counted(call)] += 1
 
-    return Watch(names, ops=notice, casts=casts), counts
+    return CallWatch(names, ops=notice, casts=casts), counts
 
 
 def _counted(call: OpCall) -> CountedOp:

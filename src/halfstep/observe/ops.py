@@ -1,6 +1,6 @@
 """The modes that see torch functions and ops, forward and backward, and find the origin of each cast.
 
-``Watch`` enters the modes.
+``CallWatch`` enters the modes.
 
 A dispatch mode sees the ops below autograd, as they run on the device.
 """
@@ -179,7 +179,7 @@ class FunctionMode(TorchFunctionMode):
 
     Args:
         notice: a function to call after each torch function; None for none.
-        compute_in: see ``Watch``. Some functions refuse arguments of several dtypes before any op runs.
+        compute_in: see ``CallWatch``. Some functions refuse arguments of several dtypes before any op runs.
 
     Attributes:
         running: the running function; None if there is none.
@@ -224,7 +224,7 @@ class OpMode(TorchDispatchMode):
         notice: a function to call after each op, until it raises.
         where: a function that returns the name of the running module, and True in a backward pass.
         functions: the mode that tracks the running function.
-        compute_in: see ``Watch``.
+        compute_in: see ``CallWatch``.
 
     Attributes:
         only_watches: True if the mode does not change results, so that cached casts of weights stay valid.

@@ -1,4 +1,4 @@
-"""``Watch``: reports the calls of modules, torch functions and ops of a step as they run.
+"""``CallWatch``: reports the calls of modules, torch functions and ops of a step as they run.
 
 In a forward pass an op belongs to the running module, in a backward pass to the module whose forward made its node.
 Autograd numbers the nodes of its graph in creation order, so the numbers at which modules begin and end identify the
@@ -24,7 +24,7 @@ from ..core.torch_compat import children_of, current_node, next_sequence_number,
 from .names import OPTIMIZER, OUTSIDE
 from .ops import FunctionCall, FunctionMode, OpCall, OpMode
 
-__all__ = ["Hook", "ModuleCall", "ModuleListener", "Watch"]
+__all__ = ["CallWatch", "Hook", "ModuleCall", "ModuleListener"]
 
 _LEAF = 2**63
 """The number above which the sequence numbers of leaf nodes lie."""
@@ -86,7 +86,7 @@ class ModuleListener(Protocol):
         """Receive the end of a call; ``output`` is None if an error ended it."""
 
 
-class Watch:
+class CallWatch:
     """A watch of this thread and its backward passes, from ``begin`` to ``end`` or in a ``with`` block.
 
     Several watches may be on at once and end in any order; use a watch with ``functions`` or ``casts`` as a block. A
@@ -134,7 +134,7 @@ class Watch:
         self._began = [OUTSIDE]
         self._open = ExitStack()
 
-    def begin(self) -> Watch:
+    def begin(self) -> CallWatch:
         """Start the reports."""
         # Compiled code runs no hooks. A process that never imported the compiler has compiled nothing.
         if self._modes or "torch._dynamo" in sys.modules:
@@ -153,7 +153,7 @@ class Watch:
         self._open.close()
         self._modes.clear()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> CallWatch:
         return self.begin()
 
     def __exit__(self, *_: object) -> None:

@@ -32,7 +32,7 @@ from ..stepping.attached import attached_to, observers
 from ..stepping.backward import any_overflow
 from .recording import CudaGraph, GradientSlot
 from .signature import PLAIN, Signature
-from .surroundings import Steps, surroundings
+from .surroundings import RecordableStep, surroundings
 
 __all__ = ["GraphedSteps"]
 
@@ -85,7 +85,7 @@ class GraphedSteps:
         step: the ``TrainStep`` to record.
     """
 
-    def __init__(self, step: Steps) -> None:
+    def __init__(self, step: RecordableStep) -> None:
         self._step = step
         self._stream: Any = None
         self._pool: Any = None

@@ -19,14 +19,14 @@ from ..gradients.ledger import get_grads, set_grads
 from ..kernels.shards import is_sharded
 from .signature import Signature
 
-__all__ = ["Program"]
+__all__ = ["CompiledPasses"]
 
 logger = logging.getLogger("halfstep")
 
 Scaled = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
 
 
-class Program:
+class CompiledPasses:
     """The compiled passes of one training step.
 
     If they cannot be one graph, the forward and backward passes are compiled separately, as by ``torch.compile``; if

@@ -27,7 +27,7 @@ from ..optimizers.base import FusedOptimizer
 from ..optimizers.release import release_of
 from ..stepping.attached import attached_to
 from .graphed_steps import GraphedSteps
-from .program import Program
+from .program import CompiledPasses
 from .signature import Signature, roots_of, signature_key, signature_of
 
 __all__ = ["TrainStep"]
@@ -111,7 +111,7 @@ class TrainStep:
         self.grad_norm: torch.Tensor | None = None
         self._calls = 0  # since the latest step
         self._known: dict[Hashable, Signature] = {}
-        self._program = Program(self.loss) if compiled else None
+        self._program = CompiledPasses(self.loss) if compiled else None
         self._graphed = GraphedSteps(self) if cuda_graph else None
 
     @property

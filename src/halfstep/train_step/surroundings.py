@@ -12,10 +12,10 @@ from ..core.torch_compat import module_hooks, tensor_hooks
 from ..gradients.loss_scaler import DeviceLossScaler
 from .signature import Signature
 
-__all__ = ["Steps", "surroundings"]
+__all__ = ["RecordableStep", "surroundings"]
 
 
-class Steps(Protocol):
+class RecordableStep(Protocol):
     """The interface of a recordable step, which ``TrainStep`` implements."""
 
     optimizer: torch.optim.Optimizer
@@ -40,7 +40,7 @@ class Steps(Protocol):
         """Return the reason why a step cannot be recorded; None if it can."""
 
 
-def surroundings(step: Steps, params: list[torch.Tensor]) -> tuple[dict[str, object], object]:
+def surroundings(step: RecordableStep, params: list[torch.Tensor]) -> tuple[dict[str, object], object]:
     """Collect the current surroundings of a step, for comparison with the surroundings at its recording.
 
     Args:
