@@ -1,12 +1,12 @@
 """8-bit storage of moments: codes of a dynamic map, with the largest magnitude of each block of 256 elements.
 
-The scheme is that of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), as
-bitsandbytes has it. Values are divided by the largest magnitude of their block (``absmax``) and rounded to the nearest
-number of a map of 256. The map has seven decades, from 1e-7 to 1, each with twice as many numbers as the one below.
+The scheme follows Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), as implemented in
+bitsandbytes. Values are divided by the largest magnitude of their block (``absmax``) and rounded to the nearest of the
+256 numbers of a map. The map has seven decades, from 1e-7 to 1, each with twice as many numbers as the decade below.
 
-Two things differ. A second moment that is not 0 is never rounded to 0, because the step is divided by its root: this is
-the zero point problem of Li et al., "Memory Efficient Optimizers with 4-bit States" (arXiv 2309.01507). And code 0 of a
-signed map, which has no -1, is read as -1 where ``widened`` can know that it was: see there.
+Two things differ. A nonzero second moment is never rounded to 0, because the step is divided by its root: this is the
+zero point problem of Li et al., "Memory Efficient Optimizers with 4-bit States" (arXiv 2309.01507). And code 0 of a
+signed map, which has no -1, is read as -1 if ``widened`` can prove that the value was -1.
 
 The arithmetic on tensors is here. The ``compiled`` and ``triton`` backends print the same steps, for the same bits.
 """
@@ -38,30 +38,30 @@ __all__ = [
 ]
 
 BLOCK = 256
-"""Elements that share one ``absmax``. A block is a run of elements in the order in which they lie in memory."""
+"""The number of elements that share one ``absmax``. A block is a run of elements in the order of memory."""
 
 SIGNED = Storage("blockwise", (torch.uint8, torch.float32, torch.float32), signed=True)
 UNSIGNED = Storage("blockwise", (torch.uint8, torch.float32, torch.float32))
-"""The parts are codes, ``absmax`` and the map, which all rows of a table share."""
+"""The storage of values without a sign: codes, ``absmax`` and the map, which all rows of a table share."""
 
 _DECADES = 7
 OFFSET, PER_WIDTH = torch.tensor([0.1, 1 / 0.9], dtype=torch.float32, device="cpu").tolist()
-"""Where a decade begins, and what makes its length 1; both are float32 numbers."""
+"""The start of a decade, and the factor that scales its length to 1; both are float32 numbers."""
 
 TINY = 2.0**-126
-"""The smallest ``absmax`` that is divided by: the inverse of a smaller one is infinite."""
+"""The smallest ``absmax`` used as a divisor: the inverse of a smaller one is infinite."""
 
 
 class Grid(NamedTuple):
-    """The rule by which magnitudes between 0 and 1 become places in a map, without looking through the map.
+    """The rule that maps magnitudes between 0 and 1 to places in a map, without a search through the map.
 
-    The numbers of a decade lie at equal distances, so a place in it is a product. All are float32 numbers.
+    The numbers of a decade are evenly spaced, so a place in it is a product. All attributes are float32 numbers.
 
     Attributes:
-        decades: of each decade, the lowest magnitude, the power of ten that makes its upper end 1, how many numbers the
-            map has in it. The first begins at 0.
-        zero: the lowest magnitude that is not rounded to 0.
-        top: the highest magnitude that is not rounded to 1.
+        decades: for each decade, the lowest magnitude, the power of ten that scales its upper end to 1, and the count
+            of its numbers. The first decade begins at 0.
+        zero: the lowest magnitude that does not round to 0.
+        top: the highest magnitude that does not round to 1.
     """
 
     decades: tuple[tuple[float, float, float], ...]
@@ -71,10 +71,10 @@ class Grid(NamedTuple):
 
 @functools.cache
 def dynamic_map(storage: Storage) -> torch.Tensor:
-    """The 256 numbers that codes stand for, float32, rising; with both signs or not.
+    """Return the 256 float32 numbers that codes represent, ascending, with or without negative numbers.
 
-    These are the bits of ``create_dynamic_map`` of bitsandbytes. The largest is 1, and only the signed map has numbers
-    below 0, of which the lowest is -0.993.
+    The bits equal ``create_dynamic_map`` of bitsandbytes. The largest number is 1; only the signed map has numbers
+    below 0, the lowest of which is -0.993.
     """
     signed = storage.signed
     numbers = [0.0, 1.0]
@@ -89,13 +89,13 @@ def dynamic_map(storage: Storage) -> torch.Tensor:
 
 @functools.cache
 def map_on(storage: Storage, device: torch.device) -> torch.Tensor:
-    """``dynamic_map`` on a device."""
+    """Return ``dynamic_map`` on a device."""
     return dynamic_map(storage).to(device)
 
 
 @functools.cache
 def grid(storage: Storage) -> Grid:
-    """The rule for the map of a storage."""
+    """Return the rule for the map of a storage."""
     numbers = dynamic_map(storage)
     between = ((numbers[1:] + numbers[:-1]) / 2).tolist()
     zero = numbers.tolist().index(0.0)
@@ -109,20 +109,20 @@ def grid(storage: Storage) -> Grid:
 
 
 def blocks_of(elements: int) -> int:
-    """How many blocks so many elements have."""
+    """Return the number of blocks for a number of elements."""
     return -(-elements // BLOCK)
 
 
 def quantize(value: torch.Tensor, storage: Storage) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and ``absmax`` of a tensor.
+    """Compute the codes and ``absmax`` of a tensor.
 
     Args:
-        value: float32, laid out densely; blocks are counted in the order of memory. A block that holds NaN or inf has
-            that as its ``absmax``, and is NaN as a whole when it is read.
+        value: a dense float32 tensor; blocks follow the order of memory. A block with NaN or inf has this value as its
+            ``absmax``, and reads as all NaN.
         storage: ``SIGNED`` or ``UNSIGNED``.
 
     Returns:
-        uint8 of the shape and strides of ``value``, and float32 of shape [blocks].
+        Codes (uint8, with the shape and strides of ``value``) and ``absmax`` (float32, shape [blocks]).
     """
     count, blocks = value.numel(), blocks_of(value.numel())
     flat = torch.nn.functional.pad(value.as_strided((count,), (1,)), (0, blocks * BLOCK - count)).view(blocks, BLOCK)
@@ -133,15 +133,15 @@ def quantize(value: torch.Tensor, storage: Storage) -> tuple[torch.Tensor, torch
 
 
 def dequantize(codes: torch.Tensor, absmax: torch.Tensor, storage: Storage) -> torch.Tensor:
-    """The float32 values of codes, as a step reads them, of their shape and strides."""
+    """Return the float32 values of codes, as a step reads them, with the shape and strides of the codes."""
     return map_on(storage, codes.device)[codes.int()] * _spread(absmax, codes)
 
 
 def widened(codes: torch.Tensor, absmax: torch.Tensor, storage: Storage) -> torch.Tensor:
-    """Float32 values whose ``quantize`` gives back these codes and this ``absmax`` to the bit.
+    """Return float32 values that ``quantize`` maps back to exactly these codes and this ``absmax``.
 
-    The largest magnitude of a block is exact. So a block in which nothing has the code of 1 had its largest magnitude
-    below 0: code 0, which stands for -0.993 otherwise, is -1 there.
+    The largest magnitude of a block is exact. So in a block without the code of 1 the largest magnitude was negative,
+    and code 0, which otherwise represents -0.993, is -1.
     """
     values = dequantize(codes, absmax, storage)
     if storage.signed:
@@ -155,13 +155,13 @@ def widened(codes: torch.Tensor, absmax: torch.Tensor, storage: Storage) -> torc
 
 
 def _spread(absmax: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The ``absmax`` of each code, laid out as the codes."""
+    """Expand ``absmax`` to one value per code, in the layout of the codes."""
     each = absmax.repeat_interleave(BLOCK, output_size=len(absmax) * BLOCK)[: codes.numel()]
     return each.as_strided(codes.shape, codes.stride())
 
 
 def _codes(scaled: torch.Tensor, storage: Storage) -> torch.Tensor:
-    """The codes of numbers between -1 and 1, as float32. The backends have the same steps in the same order."""
+    """Compute the codes of numbers between -1 and 1, as float32. The backends use the same steps in the same order."""
     rule = grid(storage)
     size = scaled.abs()
     power, width = (torch.full_like(size, number) for number in rule.decades[0][1:])

@@ -1,4 +1,4 @@
-"""The common part of the backends that generate source code: where a kernel finds its columns, and how it is run."""
+"""The common part of the backends that generate source code: the layout of columns, and the launch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["GeneratedLauncher", "Layout", "layout_of", "scalar_names"]
 
 @dataclass(frozen=True)
 class Layout:
-    """The arrangement of a table in memory, which source code is generated for besides its kernel.
+    """The arrangement of a table in memory, which generated code depends on besides its kernel.
 
     Attributes:
-        columns: name, number of the first part in the table of pointers, and storage of each column.
+        columns: for each column its name, the index of its first part in the table of pointers, and its storage.
         compute_dtype: float32 or float64.
     """
 
@@ -28,26 +28,26 @@ class Layout:
 
 
 def layout_of(kernel: ElementwiseKernel, table: TensorTable) -> Layout:
-    """Where a table has the columns of a kernel."""
+    """Find the columns of a kernel in a table."""
     slots = table.slots
     columns = tuple((name, slots[name], table.columns[name][0]) for name in trace(kernel).columns)
     return Layout(columns, table.compute_dtype)
 
 
 def scalar_names(kernel: ElementwiseKernel, layout: Layout) -> tuple[str, ...]:
-    """The lines of the scalar table: the kernel's own, and a seed where a column is rounded stochastically."""
+    """List the lines of the scalar table: the kernel's scalars, and a seed for stochastic rounding."""
     random = any(storage.kind == "stochastic" for _, _, storage in layout.columns)
     return (*trace(kernel).scalars, *(("seed",) if random else ()))
 
 
 class GeneratedLauncher(Launcher):
-    """A generated kernel made ready for a table.
+    """A generated kernel prepared for a table.
 
     Args:
-        kernel: what runs.
-        layout: that of the table.
-        table: the rows.
-        chunk: how many elements of a row one piece of work has.
+        kernel: the kernel.
+        layout: the layout of the table.
+        table: the table of rows.
+        chunk: the number of elements of a row in one unit of work.
     """
 
     def __init__(self, kernel: ElementwiseKernel, layout: Layout, table: TensorTable, chunk: int) -> None:
@@ -62,7 +62,7 @@ class GeneratedLauncher(Launcher):
     def __call__(
         self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run it; see ``Launcher``."""
+        """Run the kernel; see ``Launcher``."""
         pointers = self._pointers
         results = torch.zeros_like(self._results) if self._finds else self._results
         if pointers.chunks:
@@ -82,7 +82,7 @@ class GeneratedLauncher(Launcher):
 
         Args:
             numbers: the table of scalars.
-            skip: as in ``Launcher``.
-            found: as in ``Launcher``.
-            results: zeros, into which the results of the kernel are written.
+            skip: see ``Launcher``.
+            found: see ``Launcher``.
+            results: zeros that the kernel overwrites with its results.
         """

@@ -1,8 +1,8 @@
 """The language of updates: a plain Python function of tensors and numbers, traced once.
 
-An update is written with ``+ - * /`` and the tensor methods ``sqrt`` and ``maximum``. So the same function runs on
-lists of tensors (``backends.foreach``) and on the symbols of this module, whose trace the ``compiled`` and ``triton``
-backends print as source code.
+An update uses ``+ - * /`` and the tensor methods ``sqrt`` and ``maximum``. So the same function runs on lists of
+tensors (``backends.foreach``) and on the symbols of this module, whose trace the ``compiled`` and ``triton`` backends
+print as source code.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Function = Callable[..., Mapping[str, Any]]
 Columns = Mapping[str, list[torch.Tensor]]
 
 TorchUpdate = Callable[[Columns, list[int]], None]
-"""An update of lists of tensors in place: the columns, and the row that each place in them is of."""
+"""A function that updates lists of tensors in place: takes the columns, and the row of each list position."""
 
 ByTorch = Callable[[Mapping[str, float | torch.Tensor]], TorchUpdate | None]
-"""Makes an update from the numbers of a step, or None where torch has no call for these numbers."""
+"""A function that makes an update from the numbers of a step; None if torch has no call for these numbers."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class ElementwiseKernel:
     """One elementwise computation over the rows of a table of tensors.
 
     Attributes:
-        name: for messages and file names.
+        name: the name in messages and file names.
         fn: ``fn(column, ..., *, scalar, ...) -> {output: value}``. Positional parameters are columns of tensors,
             keyword-only ones are numbers, one for each row. An output named as a column is stored there, after the
             whole row was read, unless ``squares``, ``statistics`` or ``checks`` names it.
-        squares: outputs of which the sum of squares over each row is returned instead.
-        checks: outputs in which inf and NaN are looked for.
-        statistics: outputs of which the number of zeros in each row and the largest magnitude, NaN aside, are returned.
-        by_torch: the same update by a fused call of torch, for the ``torch`` backend; None if there is none. Columns
-            that the kernel does not store are copies, which the call may overwrite.
+        squares: outputs that are not stored; the sum of their squares over each row is returned.
+        checks: outputs that are checked for inf and NaN.
+        statistics: outputs of which each row's number of zeros and largest magnitude, ignoring NaN, are returned.
+        by_torch: the same update as a fused torch call, for the ``torch`` backend; None if there is none. Columns that
+            the kernel does not store are copies, which the call may overwrite.
     """
 
     name: str
@@ -63,12 +63,12 @@ class ElementwiseKernel:
 
     @property
     def sums(self) -> int:
-        """How many lines of its results are sums: those of squares, then the numbers of zeros."""
+        """The number of result lines that are sums: sums of squares, then numbers of zeros."""
         return len(self.squares) + len(self.statistics)
 
     @property
     def results(self) -> int:
-        """How many lines its results have: the sums, then the largest magnitudes."""
+        """The number of result lines: the sums, then the largest magnitudes."""
         return self.sums + len(self.statistics)
 
 
@@ -79,13 +79,13 @@ def elementwise_kernel(
     statistics: tuple[str, ...] = (),
     by_torch: ByTorch | None = None,
 ) -> Callable[[Function], ElementwiseKernel]:
-    """Decorator: make a function an ``ElementwiseKernel`` of the function's name."""
+    """Make a function an ``ElementwiseKernel`` with the function's name (a decorator)."""
     return lambda fn: ElementwiseKernel(fn.__name__, fn, squares, checks, statistics, by_torch)
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operation: its name and the positions of its operands, or the name or number it stands for."""
+    """One operation: its name and the positions of its operands, or the name or number that it loads."""
 
     op: str
     args: tuple[int | float | str, ...]
@@ -117,7 +117,7 @@ class Trace:
 
 
 class Symbol:
-    """A value that is not known yet; operators on it are written down in its trace."""
+    """A symbolic value; operators on it are recorded in its trace."""
 
     __slots__ = ("_nodes", "index")
 
@@ -151,17 +151,17 @@ class Symbol:
         return self._apply("div", self, other)
 
     def sqrt(self) -> Symbol:
-        """The correctly rounded square root."""
+        """Compute the correctly rounded square root."""
         return self._apply("sqrt", self)
 
     def maximum(self, other: Symbol) -> Symbol:
-        """The larger of two values; NaN if either is."""
+        """Compute the larger of two values; NaN if either is NaN."""
         return self._apply("maximum", self, other)
 
 
 @functools.cache
 def trace(kernel: ElementwiseKernel) -> Trace:
-    """Run the function of a kernel on symbols and write down what it does."""
+    """Run the function of a kernel on symbols and record its operations."""
     parameters = inspect.signature(kernel.fn).parameters.values()
     columns = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
     scalars = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)

@@ -1,4 +1,4 @@
-"""Which backend runs a kernel on which device, and the call that runs it."""
+"""The choice of a backend for a kernel and a device, and the call that runs it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _chosen: ContextVar[str | None] = ContextVar("halfstep_backend", default=None)
 class backend:  # noqa: N801 - reads as a verb, as torch.set_grad_enabled does
     """Choose the backend of multi-tensor operations, from now on or for a ``with`` block.
 
-    ``backend("eager")`` sets it in this thread or context; as a context manager it restores what was there.
-    ``HALFSTEP_BACKEND`` in the environment is the choice where nobody made one.
+    ``backend("eager")`` sets the backend in this thread or context; as a context manager it restores the previous
+    choice. Without a choice the environment variable ``HALFSTEP_BACKEND`` decides.
 
     Args:
         name: one of ``BACKENDS``.
 
     Raises:
-        ArgumentValueError: for another name.
+        ArgumentValueError: for an unknown name.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,10 +47,10 @@ class backend:  # noqa: N801 - reads as a verb, as torch.set_grad_enabled does
 
 
 def backend_for(device: torch.device | str) -> str:
-    """The backend that operations on a device run on: ``"eager"``, ``"torch"``, ``"compiled"`` or ``"triton"``.
+    """Return the backend for operations on a device: ``"eager"``, ``"torch"``, ``"compiled"`` or ``"triton"``.
 
     Raises:
-        UsageError: if the chosen one cannot run there.
+        UsageError: if the chosen backend cannot run on the device.
     """
     kind = torch.device(device).type
     name = _chosen.get() or _known(os.environ.get("HALFSTEP_BACKEND") or "auto", "HALFSTEP_BACKEND")
@@ -81,10 +81,10 @@ def launch(
     skip: torch.Tensor | None = None,
     found: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run a kernel over the rows of a table, on the backend in use; the other arguments and the result as ``Launcher``.
+    """Run a kernel over the rows of a table on the current backend; see ``Launcher`` for arguments and result.
 
-    What the backend made ready for it is kept in the table for the next step, under the choice of ``backend``. So the
-    environment is read for a new table only: that takes longer than a kernel on a small tensor.
+    The prepared launcher is cached in the table under the choice of ``backend``. So the environment is read only for a
+    new table, because a read takes longer than a kernel on a small tensor.
     """
     key = _chosen.get(), kernel
     launcher = table.launchers.get(key)
@@ -94,14 +94,14 @@ def launch(
 
 
 def _launcher(name: str, kernel: ElementwiseKernel, table: TensorTable) -> Launcher:
-    """A kernel made ready for a table on a backend. Backends are imported when first used."""
+    """Prepare a kernel for a table on a backend. Backends are imported on first use."""
     if name == "compiled":
         from .backends import compiler
         from .backends.cpp import CppLauncher
 
         try:
             return CppLauncher(kernel, table)
-        except compiler.FAILURES as error:  # full disk, no memory, a machine that changes under the process
+        except compiler.FAILURES as error:  # full disk, no memory, a machine that changes while the process runs
             compiler.give_up(error)
             name = "torch"
     if name == "triton":

@@ -1,7 +1,7 @@
-"""Sharded tensors (``DTensor``, as FSDP2 makes them): the part that lies here, and sums over the parts elsewhere.
+"""Sharded tensors (``DTensor``, as FSDP2 makes them): the local part, and reductions over the processes of all parts.
 
-Kernels work on local parts; whatever is a sum, a maximum or a flag of a whole tensor is completed over its processes.
-A list may mix sharded and plain tensors, so each tensor is asked by itself.
+Kernels work on local parts; a sum, maximum or flag of a whole tensor is completed over its processes. A list may mix
+sharded and plain tensors, so each tensor is examined.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = [
 ]
 
 Domain = tuple[Any, ...]
-"""The process groups over which a tensor is cut into parts, one for each dimension of its mesh that cuts it."""
+"""The process groups over which a tensor is cut, one for each dimension of its mesh that cuts it."""
 
 FLATTENED: Domain = ("FullyShardedDataParallel",)
-"""That of a parameter of FSDP1: it is cut, and does not know over which processes."""
+"""The domain of a parameter of FSDP1, which is cut over unknown processes."""
 
 ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
-"""The classes that are never sharded. To ask a whole list by them is faster than ``is_sharded`` for each tensor."""
+"""The classes that are never sharded. Testing a whole list against them is faster than ``is_sharded`` per tensor."""
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a ``DTensor``. Before somebody has imported that class nothing is one."""
+    """True for a ``DTensor``. False as long as no code has imported this class."""
     if type(tensor) in ORDINARY:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -49,7 +49,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that lies in this process, sharing its memory; all of it if it is not sharded."""
+    """Return the part of a tensor in this process, sharing its memory; a plain tensor itself."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -57,16 +57,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The part of each that lies here. A list of plain tensors is returned as it is, which every step asks for."""
+    """Return the local part of each tensor. A list of plain tensors, the usual case, is returned unchanged."""
     if isinstance(tensors, list) and ORDINARY.issuperset(map(type, tensors)):
         return tensors
     return [local(tensor) for tensor in tensors]
 
 
 def placements_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """The mesh and the placements of each tensor, None for a plain one; [] if all of them are plain.
+    """Return the mesh and the placements of each tensor, None for a plain one; [] if all are plain.
 
-    Tensors that are equal in shape and in this have local parts of equal shapes.
+    Tensors of equal shape, mesh and placements have local parts of equal shapes.
     """
     if ORDINARY.issuperset(map(type, tensors)):
         return []
@@ -75,7 +75,7 @@ def placements_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def rewrapped(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A local part as a sharded tensor that is cut as ``like`` is; as it is if that is not sharded."""
+    """Wrap a local part as a sharded tensor that is cut like ``like``; unchanged if ``like`` is not sharded."""
     if not is_sharded(like):
         return value
     whole: Any = like
@@ -86,10 +86,10 @@ def rewrapped(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def domain_of(tensor: torch.Tensor) -> Domain:
-    """Over which processes it is cut; () if it is whole, ``FLATTENED`` if nobody knows.
+    """Return the domain over which a tensor is cut; () if it is whole, ``FLATTENED`` if the processes are unknown.
 
     Raises:
-        UsageError: if the processes hold summands of it and not parts.
+        UsageError: if the processes hold summands of the tensor instead of parts.
     """
     if not is_sharded(tensor):
         return FLATTENED if is_flattened(tensor) and dist.is_initialized() and dist.get_world_size() > 1 else ()
@@ -103,7 +103,7 @@ def domain_of(tensor: torch.Tensor) -> Domain:
 
 
 def complete_sum(values: torch.Tensor, domain: Domain) -> torch.Tensor:
-    """Add up, in place, what each process of a domain has found of its part. A collective operation."""
+    """Sum, in place, the values that the processes of a domain computed from their parts. A collective operation."""
     if domain == FLATTENED:
         _refuse_flattened()
     for group in domain:
@@ -112,7 +112,7 @@ def complete_sum(values: torch.Tensor, domain: Domain) -> torch.Tensor:
 
 
 def complete_max(values: torch.Tensor, domain: Domain) -> torch.Tensor:
-    """The largest, in place, of what each process of a domain has found. A collective operation."""
+    """Take, in place, the maximum of the values of all processes of a domain. A collective operation."""
     if domain == FLATTENED:
         _refuse_flattened()
     for group in domain:

@@ -1,7 +1,7 @@
-"""How the values of a column are stored: one tensor, a 16-bit weight with its remainder, a weight with a master, or
-8-bit codes.
+"""The storage of a column's values: one tensor, a 16-bit weight with its remainder, a weight with a master, or 8-bit
+codes.
 
-The bit arithmetic of these forms is here, on tensors; that of 8-bit codes is in ``blockwise``. The ``compiled`` and
+The bit arithmetic of these forms on tensors is here, and for 8-bit codes in ``blockwise``. The ``compiled`` and
 ``triton`` backends print the same steps.
 """
 
@@ -33,15 +33,15 @@ _ODD = -0x61C88647  # 2**32 over the golden ratio, as an int32: consecutive elem
 
 @dataclass(frozen=True)
 class Storage:
-    """The form of a column.
+    """The storage form of a column.
 
     Attributes:
         kind: ``dense`` is one tensor; ``split`` a bfloat16 weight and the int16 remainder of its fp32 value;
-            ``plain`` an fp32 master and a 16-bit weight, which is the value where it is not the master rounded;
-            ``stochastic`` a bfloat16 tensor that is rounded at random when written;
-            ``blockwise`` 8-bit codes, the largest magnitude of each block, and the map that codes are places in.
-        dtypes: of its tensors.
-        signed: whether a blockwise column has values below 0.
+                ``plain`` an fp32 master and a 16-bit weight, which is the value if it is not the rounded master;
+                ``stochastic`` a bfloat16 tensor that is rounded stochastically when written;
+                ``blockwise`` 8-bit codes, the largest magnitude of each block, and the map into which codes index.
+            dtypes: the dtypes of its tensors.
+            signed: True if a blockwise column has negative values.
     """
 
     kind: Literal["dense", "split", "plain", "stochastic", "blockwise"]
@@ -50,7 +50,7 @@ class Storage:
 
     @property
     def elementwise(self) -> int:
-        """How many of its tensors, which come first, have one element for each value."""
+        """The number of its leading tensors with one element per value."""
         return 1 if self.kind == "blockwise" else len(self.dtypes)
 
 
@@ -58,26 +58,26 @@ SPLIT = Storage("split", (torch.bfloat16, torch.int16))
 
 
 def dense(dtype: torch.dtype) -> Storage:
-    """One tensor, rounded to nearest even when written."""
+    """Make the form of one tensor, rounded to nearest even when written."""
     return Storage("dense", (dtype,))
 
 
 def plain(dtype: torch.dtype) -> Storage:
-    """An fp32 master and a weight of ``dtype``, both written; what others write to the weight counts (``honoured``)."""
+    """Make the form of an fp32 master and a weight of ``dtype``; user writes to the weight count (``honoured``)."""
     return Storage("plain", (torch.float32, dtype))
 
 
 def stochastic(dtype: torch.dtype) -> Storage:
-    """One bfloat16 tensor, rounded stochastically when written."""
+    """Make the form of one bfloat16 tensor, rounded stochastically when written."""
     return Storage("stochastic", (dtype,))
 
 
 def split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An fp32 tensor as bfloat16, rounded half away from zero, and the int16 that restores it.
+    """Split an fp32 tensor into bfloat16, rounded half away from zero, and the int16 that restores the fp32 value.
 
-    ``join(*split(x))`` is ``x`` to the bit for every number, infinity and quiet NaN; a signalling NaN comes back quiet.
-    Rounding half to even would not do: at a tie the low bits are 0x8000 whether it went up or down.
-    A number above the largest bfloat16 rounds to infinity, as IEEE 754 has it, and is still restored.
+    ``join(*split(x))`` equals ``x`` bit for bit for every number, infinity and quiet NaN; a signalling NaN becomes
+    quiet. Rounding half to even would not work: at a tie the low bits are 0x8000 in both directions. A number above the
+    largest bfloat16 rounds to infinity, by IEEE 754, and is still restored.
     """
     bits = value.view(torch.int32)
     nan = (bits & 0x7FFF_FFFF) > _EXPONENT
@@ -87,11 +87,10 @@ def split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 value of a bfloat16 weight and its remainder.
+    """Join a bfloat16 weight and its remainder to the fp32 value.
 
-    A weight that was written from outside meets a remainder that is not its own. The result is then within half a
-    bfloat16 ulp of the weight; for a weight of zero or infinity, where a foreign remainder would make a NaN, it is
-    the weight.
+    After user code wrote to the weight, the remainder belongs to another value. The result is then within half a
+    bfloat16 ulp of the weight; for zero or infinity, for which such a remainder would make a NaN, it is the weight.
     """
     high = weight.view(torch.int16).to(torch.int32)
     low = remainder.to(torch.int32)
@@ -102,15 +101,15 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def honoured(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The fp32 value of a 16-bit weight with a plain master: the master, or the weight where somebody wrote to it.
+    """Return the fp32 value of a 16-bit weight with a plain master: the master, or the weight if user code wrote to it.
 
-    The master stays where it rounds to the weight: also to a zero of the other sign, to infinity, and NaN to NaN.
+    The master counts if it rounds to the weight, including to a zero of the other sign, to infinity, and NaN to NaN.
     """
     return torch.where(_equal(master.to(weight.dtype), weight), master, weight)
 
 
 def split_of(master: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``split`` of a plain master, or of the bfloat16 weight where it is the master rounded in neither way."""
+    """Split a plain master, or the bfloat16 weight if no rounding of the master gives it."""
     return split(torch.where(_equal(round_half_away(master), weight), master, honoured(master, weight)))
 
 
@@ -119,16 +118,16 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def round_half_away(value: torch.Tensor) -> torch.Tensor:
-    """An fp32 tensor rounded to bfloat16, ties away from zero: the weight that ``split`` returns."""
+    """Round an fp32 tensor to bfloat16, ties away from zero: the weight that ``split`` returns."""
     return split(value)[0]
 
 
 def round_stochastic(value: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-    """An fp32 tensor rounded to bfloat16, up with the probability of its distance from below.
+    """Round an fp32 tensor to bfloat16, up with a probability equal to the relative distance from the lower neighbor.
 
     Args:
-        value: float32, laid out densely; elements are numbered in the order of memory.
-        seed: 0-dim int32 tensor. The same seed gives the same bits on every backend and device.
+        value: a dense float32 tensor; elements are numbered in the order of memory.
+        seed: a 0-dim int32 tensor. The same seed gives the same bits on every backend and device.
     """
     flat = value.as_strided((value.numel(),), (1,)).view(torch.int32)
     noise = _mix(torch.arange(value.numel(), dtype=torch.int32, device=value.device) * _ODD + seed)
@@ -143,18 +142,18 @@ def round_stochastic(value: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(h: torch.Tensor) -> torch.Tensor:
-    """The finalizer of MurmurHash3 (A. Appleby, public domain) on int32: every bit of the input moves every bit."""
+    """Apply the finalizer of MurmurHash3 (A. Appleby, public domain) to int32: every bit affects every output bit."""
     h = (h ^ _shift(h, 16)) * -0x7A143595
     h = (h ^ _shift(h, 13)) * -0x3D4D51CB
     return h ^ _shift(h, 16)
 
 
 def _shift(h: torch.Tensor, n: int) -> torch.Tensor:
-    """A logical right shift of int32."""
+    """Shift int32 right logically."""
     return (h >> n) & ((1 << (32 - n)) - 1)
 
 
 def _low16(bits: torch.Tensor) -> torch.Tensor:
-    """The low 16 bits of int32 as int16, with no conversion out of range."""
+    """Return the low 16 bits of int32 as int16, without an out-of-range conversion."""
     low = bits & 0xFFFF
     return torch.where(low > 0x7FFF, low - 0x1_0000, low).to(torch.int16)

@@ -1,4 +1,4 @@
-"""8-bit codes in generated source: functions that make them of the new values of a block; see ``kernels.blockwise``."""
+"""Generated source for 8-bit codes: functions that compute the codes of a block; see ``kernels.blockwise``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["CPP_PRELUDE", "TRITON_PRELUDE", "suffix"]
 
 
 def suffix(storage: Storage) -> str:
-    """What the names of the functions for a storage end in."""
+    """Return the suffix of the function names for a storage."""
     return "signed" if storage.signed else "unsigned"
 
 
@@ -18,7 +18,7 @@ def _cpp_float(number: float) -> str:
 
 
 def _cpp(storage: Storage) -> str:
-    """The function that writes the codes and the ``absmax`` of a block."""
+    """Print the function that writes the codes and the ``absmax`` of a block."""
     rule: Grid = grid(storage)
     place = _cpp_float
     decades = "\n    ".join(
@@ -64,7 +64,7 @@ static inline void encode_{suffix(storage)}(float* x, int64_t n, uint8_t* codes,
 
 
 def _triton(storage: Storage) -> str:
-    """The function that makes the codes and the ``absmax`` of the blocks of a program."""
+    """Print the function that computes the codes and the ``absmax`` of a program's blocks."""
     rule = grid(storage)
     decades = "\n".join(
         f"    width = tl.where(a >= {lowest!r}, {width!r}, width)\n"

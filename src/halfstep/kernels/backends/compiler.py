@@ -1,4 +1,4 @@
-"""The system's C++ compiler, and a cache on disk of what it built. Nothing here knows what is compiled."""
+"""The system's C++ compiler, and an on-disk cache of its libraries. Independent of the code that is compiled."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FAILURES = (OSError, subprocess.SubprocessError)
 
 logger = logging.getLogger("halfstep")
 
-# Without -ffp-contract=off a multiply and an add become one operation with one rounding on some machines, and the
-# same training run differs from the eager backend's. Neither errno nor traps are looked at; both hinder vectors.
+# Without -ffp-contract=off some machines fuse a multiply and an add into one operation with one rounding, and the same
+# training run differs from the eager backend's. No code reads errno or traps; both hinder vectorization.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _TUNED = ("-march=native", "-fopenmp")
 _TIMEOUT_SECONDS = 120
@@ -30,7 +30,7 @@ _TIMEOUT_SECONDS = 120
 
 @functools.cache
 def available() -> bool:
-    """Whether there is a compiler that builds a trivial library; says so once in the log if not."""
+    """True if there is a compiler that builds a trivial library; logs once if there is none."""
     compiler = _compiler()
     if compiler is None:
         logger.warning(
@@ -47,7 +47,7 @@ def available() -> bool:
 
 
 def give_up(error: Exception) -> None:
-    """Say once in the log that a library could not be built. Later ones are loaded if they are kept, and not built."""
+    """Log once that a library could not be built. Later libraries are only loaded from the cache."""
     global _gave_up
     if not _gave_up:
         _gave_up = True
@@ -67,8 +67,8 @@ def build(name: str, source: str) -> ctypes.CDLL:
     """Compile C++ source into a library and load it, or load it from the cache.
 
     Args:
-        name: goes into the file name.
-        source: one translation unit; OpenMP is on where the compiler has it.
+        name: a part of the file name.
+        source: one translation unit; OpenMP is enabled if the compiler has it.
 
     Raises:
         subprocess.SubprocessError: if the compiler fails or takes longer than two minutes.
@@ -103,7 +103,7 @@ def _compiler() -> str | None:
 
 @functools.cache
 def _flags(compiler: str) -> tuple[str, ...]:
-    """The flags that this compiler takes: clang on macOS knows no -fopenmp, some targets no -march=native."""
+    """Return the flags that the compiler accepts: clang on macOS lacks -fopenmp, some targets lack -march=native."""
     tuned: tuple[str, ...] = ()
     for flag in _TUNED:
         probe = subprocess.run(
@@ -119,7 +119,7 @@ def _flags(compiler: str) -> tuple[str, ...]:
 
 @functools.cache
 def _processor() -> str:
-    """The processor features that -march=native depends on, so that several machines can share one home directory."""
+    """Read the processor features that -march=native depends on, so that machines can share one home directory."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

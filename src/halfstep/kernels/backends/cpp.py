@@ -1,6 +1,6 @@
-"""The CPU backend: a kernel printed as one C++ loop over a table of pointers, built once by the system's compiler.
+"""The CPU backend: prints a kernel as one C++ loop over a table of pointers, built once by the system's compiler.
 
-One call covers every row of a table: the cost of a small tensor is a few nanoseconds, not a dispatcher call.
+One call covers every row of a table, so a small tensor costs a few nanoseconds instead of a dispatcher call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["CppLauncher"]
 _CHUNK = 32768  # elements: 128 KiB of fp32, so that a thread's piece stays in its L2 cache
 _SERIAL = 65536  # fewer elements than this are not worth waking threads for
 _RUN = 512  # elements whose squares are summed at once
-_AHEAD = 4096  # elements: how far a kernel that only reads asks ahead
+_AHEAD = 4096  # elements: the prefetch distance of a kernel that only reads
 _LINE = 16  # elements of fp32 in a cache line
 _C_TYPES = {
     torch.float32: "float",
@@ -185,7 +185,7 @@ class CppLauncher(GeneratedLauncher):
     ) -> None:
         pointers, partial = self._pointers, self._partial
         if skip is not None and self._finds:
-            partial.zero_()  # a call that is skipped writes nothing
+            partial.zero_()  # a skipped call writes nothing
         self._library_call(
             *self._chunks,
             self._rows,
@@ -214,7 +214,7 @@ def _library_call(kernel: ElementwiseKernel, layout: Layout) -> ctypes._NamedFun
 
 
 def source(kernel: ElementwiseKernel, layout: Layout) -> str:
-    """The C++ of a kernel."""
+    """Print the C++ source of a kernel."""
     traced = trace(kernel)
     names = scalar_names(kernel, layout)
     setup = [f"const acc s_{name} = scalars[{i} * rows + r];" for i, name in enumerate(names) if name != "seed"]
@@ -265,10 +265,10 @@ def _loop(begin: str, end: str, clauses: str, body: list[str]) -> list[str]:
 
 
 def _prefetches(traced: Trace, storages: dict[str, Storage]) -> list[str]:
-    """Ask early for the memory of a kernel that only reads.
+    """Prefetch the memory of a kernel that only reads.
 
-    The processor looks ahead only to the end of a page, which is too short for one stream. With many streams, as in an
-    update, it is better left alone.
+    The processor prefetches only to the end of a page, which is too short for a single stream. For many streams, as in
+    an update, its own prefetching is best.
     """
     if traced.stores:
         return []
@@ -280,8 +280,8 @@ def _prefetches(traced: Trace, storages: dict[str, Storage]) -> list[str]:
 def _loops_over_runs(
     traced: Trace, clauses: str, body: list[str], prefetches: list[str], coded: dict[str, Storage]
 ) -> list[str]:
-    """The values of short runs are kept in L1. There their squares are summed, and the sums added up in double; or they
-    become 8-bit codes, a block at a time.
+    """Loop over short runs whose values stay in L1, where their squares are summed (the sums of runs add up in double),
+    or where a block at a time becomes 8-bit codes.
     """
     count, run = range(len(traced.squares)), BLOCK if coded else _RUN
     kept = [f"run{i}[i - from] = v{index};" for i, index in enumerate(traced.squares)]
@@ -327,7 +327,7 @@ def _stores(name: str, storage: Storage, value: str) -> list[str]:
     if storage.kind == "blockwise":
         return [f"{name}_new[i - from] = (float){value};"]
     kinds = [_C_TYPES[dtype] for dtype in storage.dtypes]
-    if storage.kind == "plain":  # the weight is the master rounded, not a float64 value rounded once
+    if storage.kind == "plain":  # the weight is the rounded master, not a float64 value rounded once
         return [f"{name}0[i] = (float){value};", f"{name}1[i] = narrow<{kinds[1]}>({name}0[i]);"]
     return [f"{name}{part}[i] = narrow<{kind}>({value});" for part, kind in enumerate(kinds)]
 

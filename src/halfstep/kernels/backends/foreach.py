@@ -1,4 +1,4 @@
-"""The ``eager`` backend, the reference: a kernel run on lists of tensors by ``torch._foreach``, anywhere."""
+"""The ``eager`` backend, the reference: runs a kernel on lists of tensors by ``torch._foreach``, on any device."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _Numbers = float | list[float] | list[torch.Tensor]
 class ForeachLauncher(Launcher):
     """One kernel over one table.
 
-    Every operation is rounded, as in the other backends. On a CPU ``skip`` is read, which costs nothing there. On
-    other devices the old values are selected without reading it.
+    Every operation is rounded, as in the other backends. On a CPU ``skip`` is read, which is free there. On other
+    devices the old values are selected without a read.
     """
 
     def __init__(self, kernel: ElementwiseKernel, table: TensorTable) -> None:
@@ -33,14 +33,14 @@ class ForeachLauncher(Launcher):
     def __call__(
         self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run it; see ``Launcher``."""
+        """Run the kernel; see ``Launcher``."""
         table, traced, kernel = self._table, self._trace, self._kernel
         results = torch.zeros(kernel.results, len(table), dtype=scalar_dtype(table.device), device=table.device)
         on_cpu = table.device.type == "cpu"
         if len(table) == 0 or (on_cpu and skip is not None and skip.item()):
             return results
         loaded = {name: _load(table, name) for name in traced.loads}
-        # A column that is only written is an argument of the function, too; nothing may be computed from it.
+        # A column that is only written is an argument as well: None, because the function must not read it.
         columns = [Lanes(loaded[name]) if name in loaded else None for name in traced.columns]
         numbers = {name: PerRow(numbers_of(scalars[name], table)) for name in traced.scalars}
         outputs = kernel.fn(*columns, **numbers)
@@ -66,7 +66,7 @@ class ForeachLauncher(Launcher):
 
 
 class Lanes:
-    """A list of tensors that takes part in an expression as one value."""
+    """A list of tensors that acts as one value in an expression."""
 
     __slots__ = ("tensors",)
 
@@ -94,11 +94,11 @@ class Lanes:
     __rmul__ = __mul__
 
     def sqrt(self) -> Lanes:
-        """The square roots."""
+        """Compute the square roots."""
         return Lanes(list(torch._foreach_sqrt(self.tensors)))
 
     def maximum(self, other: Lanes) -> Lanes:
-        """The larger values; NaN where either is."""
+        """Compute the larger values; NaN if either is NaN."""
         return Lanes(list(torch._foreach_maximum(self.tensors, other.tensors)))
 
 
@@ -112,7 +112,7 @@ class PerRow:
 
 
 def numbers_of(value: Number, table: TensorTable) -> _Numbers:
-    """Numbers rounded to the table's compute dtype, in a form that ``_foreach`` takes; nothing is read from CUDA."""
+    """Round numbers to the table's compute dtype, in a form that ``_foreach`` accepts, without a read from CUDA."""
     if not isinstance(value, torch.Tensor):
         return float(value)
     value = value.to(table.device, table.compute_dtype, non_blocking=True)
@@ -146,13 +146,13 @@ def _store(table: TensorTable, name: str, values: list[torch.Tensor], scalars: S
     seeds = scalars["seed"]
     assert isinstance(seeds, torch.Tensor)
     for value, weight, seed in zip(values, parts[0], seeds.to(table.device).unbind(), strict=True):
-        # Elements are numbered as they lie in the weight's memory, or in C order if it has holes.
+        # Elements are numbered in the order of the weight's memory, or in C order if it has holes.
         laid = torch.empty_like(weight, dtype=torch.float32).copy_(value)
         weight.copy_(round_stochastic(laid, seed))
 
 
 def store(storage: Storage, parts: Sequence[list[torch.Tensor]], values: list[torch.Tensor]) -> None:
-    """Write values to the parts of a column, of which they may be the first."""
+    """Write values to the parts of a column; the values may be its first part."""
     if storage.kind == "split":
         for value, weight, remainder in zip(values, *parts, strict=True):
             high, low = split(value)
@@ -162,12 +162,12 @@ def store(storage: Storage, parts: Sequence[list[torch.Tensor]], values: list[to
     first, *others = parts
     if first is not values:
         torch._foreach_copy_(first, values)
-    for part in others:  # a weight is the master rounded, not a float64 value rounded once
+    for part in others:  # a weight is the rounded master, not a float64 value rounded once
         torch._foreach_copy_(part, first)
 
 
 def _store_codes(table: TensorTable, name: str, values: list[torch.Tensor], skip: torch.Tensor | None) -> None:
-    """Write values as 8-bit codes. Where ``skip`` is not 0, the old codes are written: no rounding may touch them."""
+    """Write values as 8-bit codes. If ``skip`` is not 0, write the old codes, without another rounding."""
     storage, parts = table.columns[name]
     for value, *old in zip(values, *parts[:2], strict=True):
         laid = torch.empty_like(old[0], dtype=torch.float32).copy_(value)
@@ -176,7 +176,7 @@ def _store_codes(table: TensorTable, name: str, values: list[torch.Tensor], skip
 
 
 def zeros_and_largest(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each tensor, how many numbers are 0, and the largest magnitude, NaN aside."""
+    """Count the zeros of each tensor, and find its largest magnitude, ignoring NaN."""
     zeros = [tensor.numel() - tensor.count_nonzero() for tensor in tensors]
     magnitudes = [tensor.abs().nan_to_num_(0.0, posinf=torch.inf).flatten() for tensor in tensors]
     largest = [each.amax() if each.numel() else each.new_zeros(()) for each in magnitudes]
@@ -184,7 +184,7 @@ def zeros_and_largest(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.
 
 
 def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of each tensor, in float64: on a CPU float32 sums lose digits and overflow."""
+    """Compute the 2-norm of each tensor; on a CPU in float64, because float32 sums lose digits and overflow."""
     dtype = scalar_dtype(tensors[0].device) if tensors[0].device.type == "cpu" else None
     norms: list[Any] = list(torch._foreach_norm(tensors, 2, dtype=dtype))
     return in_scalar_dtype(torch.stack(norms))

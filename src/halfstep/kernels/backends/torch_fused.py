@@ -1,8 +1,8 @@
-"""The ``torch`` backend, for a CPU without a C++ compiler: torch's own fused steps are the fastest thing there.
+"""The ``torch`` backend, for a CPU without a C++ compiler, where torch's fused steps are fastest.
 
-An update that torch has a call for (``ElementwiseKernel.by_torch``) runs on that; its numbers differ from those of the
-other backends by roundings. Everything else runs on ``torch._foreach``. All of this goes piece by piece, so that the
-numbers of a piece stay in the cache while they are widened, updated and rounded.
+An update for which torch has a call (``ElementwiseKernel.by_torch``) runs on this call; its numbers differ from the
+other backends' by roundings. All other kernels run on ``torch._foreach``. Both run piece by piece, so that the numbers
+of a piece stay in the cache while they are widened, updated and rounded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Tensors = list[torch.Tensor]
 
 
 def launcher(kernel: ElementwiseKernel, table: TensorTable) -> Launcher:
-    """A kernel made ready for a table. Stochastic rounding numbers the elements of whole tensors, and so do blocks."""
+    """Prepare a kernel for a table; without pieces for stochastic rounding and blocks, which number whole tensors."""
     whole = any(storage.kind in ("stochastic", "blockwise") for storage, _ in table.columns.values())
     return ForeachLauncher(kernel, table) if whole else PieceLauncher(kernel, table)
 
 
 class _Piece:
-    """Some elements of one row or of several, about ``_PIECE`` of them, as flat tensors."""
+    """About ``_PIECE`` elements of one or several rows, as flat tensors."""
 
     def __init__(self, rows: list[int], starts: list[int], counts: list[int]) -> None:
         self.rows = rows
@@ -40,7 +40,7 @@ class _Piece:
         self._places = list(zip(rows, starts, counts, strict=True))
 
     def of(self, tensors: Tensors) -> Tensors:
-        """These elements in a tensor of each row, in the order in which they lie in memory."""
+        """Select these elements from a tensor per row, in the order of memory."""
         return [
             (tensor := tensors[row]).as_strided((count,), (1,), tensor.storage_offset() + start)
             for row, start, count in self._places
@@ -60,13 +60,13 @@ def _pieces(pointers: PointerTable) -> Iterator[_Piece]:
 
 
 class _Room:
-    """Memory for the elements of a piece, which all pieces use in turn."""
+    """Memory for the elements of a piece, shared by all pieces in turn."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def copy(self, name: str, dtype: torch.dtype, piece: _Piece, source: Tensors) -> torch.Tensor:
-        """The elements of a piece in one flat tensor. Zeros fill it up to a multiple of four."""
+        """Copy the elements of a piece to one flat tensor, padded with zeros to a multiple of four."""
         whole = -(-piece.size // 4) * 4
         memory = self._memory.get((name, dtype))
         if memory is None or memory.numel() < whole:
@@ -136,9 +136,9 @@ class PieceLauncher(Launcher):
         return results
 
     def _load(self, name: str, parts: list[Tensors], piece: _Piece, *, copy: bool) -> Tensors:
-        """The values of a column in the dtype of the arithmetic.
+        """Load the values of a column in the compute dtype.
 
-        They are where they lie, if they lie there in this dtype. A column that is not stored is copied on demand.
+        Values that are stored in this dtype are not copied, unless ``copy`` is given for a column that is not stored.
         """
         room, dtype, storage = self._room, self._table.compute_dtype, self._columns[name][0]
         if storage.kind == "split":
@@ -157,9 +157,9 @@ class PieceLauncher(Launcher):
 
 
 def _squares(values: Tensors) -> tuple[torch.Tensor, Tensors]:
-    """The sum of squares of each tensor, and the tensors that may hold inf or NaN.
+    """Sum the squares of each tensor; also returns the tensors that may hold inf or NaN.
 
-    Where a float32 sum overflows or loses digits, float64 is taken. A sum in range shows that every value is finite.
+    If a float32 sum overflows or loses digits, the sum is repeated in float64. A sum in range proves all values finite.
     """
     squares = torch.stack([torch.dot(value, value) for value in values]).double()
     odd = ((squares > 1e-20) & (squares < 1e30)).logical_not_().nonzero().flatten().tolist()

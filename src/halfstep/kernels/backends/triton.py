@@ -1,6 +1,6 @@
-"""The CUDA backend: a kernel printed for Triton over a table of pointers, one launch for a table of any size.
+"""The CUDA backend: prints a kernel for Triton over a table of pointers, with one launch for a table of any size.
 
-Under ``TRITON_INTERPRET=1`` the same kernels run on a CPU, slowly: so their numerics are tested without a GPU.
+Under ``TRITON_INTERPRET=1`` the same kernels run slowly on a CPU, so that tests check their numerics without a GPU.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .triton_source import source
 __all__ = ["OPTIONS", "TritonLauncher"]
 
 OPTIONS = {"enable_fp_fusion": False}
-"""Of Triton's compiler. With fusion a multiply and an add would be rounded once, and give other bits than elsewhere."""
+"""Options of Triton's compiler. Fusion would round a multiply and an add once, unlike the other backends."""
 
 
 class TritonLauncher(GeneratedLauncher):
-    """One kernel over one table, in one launch. The last program of a row adds up its sums of squares, in order."""
+    """One kernel over one table, in one launch. The last program of a row adds up its sums of squares in order."""
 
     def __init__(self, kernel: ElementwiseKernel, table: TensorTable) -> None:
         layout = layout_of(kernel, table)
@@ -39,7 +39,7 @@ class TritonLauncher(GeneratedLauncher):
         super().__init__(kernel, layout, table, self._config.elements)
         self._device = table.device
         self._zero = torch.zeros((), dtype=torch.float32, device=table.device)
-        self._unseen = torch.zeros_like(self._zero)  # where checks write if nobody looks at the flag
+        self._unseen = torch.zeros_like(self._zero)  # target of checks without a flag
         self._done = torch.zeros(len(table), dtype=torch.int32, device=table.device)
 
     def _run(
@@ -68,7 +68,7 @@ class TritonLauncher(GeneratedLauncher):
 
 
 def _on(device: torch.device) -> AbstractContextManager[None]:
-    """Triton launches on the current device, which need not be that of the tensors."""
+    """Make a device current, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -80,9 +80,9 @@ def _interpreted() -> bool:
 def _module(
     kernel: ElementwiseKernel, layout: Layout, interpreted: bool, amd: bool = torch.version.hip is not None
 ) -> Any:
-    """The generated module, which Triton compiles or interprets for good when it is loaded.
+    """Load the generated module; from then on Triton either compiles or interprets it.
 
-    It is written to the cache because Triton reads the source of its kernels from their file.
+    The module is written to the cache because Triton reads the source of its kernels from a file.
     """
     text = source(kernel, layout, amd=amd)
     stem = f"{kernel.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"

@@ -1,4 +1,4 @@
-"""A kernel printed as the source of a Triton kernel."""
+"""Source code of Triton kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TYPES = {
     torch.uint8: "tl.uint8",
 }
 
-# bfloat16 is rounded by its bits: the interpreter's own cast truncates, and the bits are the other backends'.
+# bfloat16 is rounded by its bits, which agree with the other backends'; the interpreter's own cast truncates.
 _PRELUDE = """
 import triton
 import triton.language as tl
@@ -182,13 +182,13 @@ _OPERATIONS = {
 
 
 def source(kernel: ElementwiseKernel, layout: Layout, *, amd: bool = False) -> str:
-    """The Triton source of a kernel.
+    """Print the Triton source of a kernel.
 
     Args:
-        kernel: what is done to each element.
-        layout: of its columns.
-        amd: whether it is for a GPU of AMD. There statistics come before sums of squares: behind the branches of those
-            LLVM takes minutes for them. For NVIDIA that order would spill registers (Triton 3.7).
+        kernel: the computation for each element.
+        layout: the layout of its columns.
+        amd: True for an AMD GPU. Statistics then come before sums of squares: behind the branches of the sums, LLVM
+            takes minutes for them. On NVIDIA this order would spill registers (Triton 3.7).
     """
     traced = trace(kernel)
     names = scalar_names(kernel, layout)
@@ -277,7 +277,7 @@ def _lines(
 
 
 def _loads(i: int, name: str, storage: Storage, acc: str) -> list[str]:
-    """Each part is loaded on a line of its own: so the compiler's notes say which column an access belongs to."""
+    """Load each part on a separate line, so that the compiler's notes tell the column of an access."""
     if storage.kind == "blockwise":
         return [
             f"{name}_code = tl.load({name}0 + i, mask=alive, other=0)",
