@@ -236,17 +236,15 @@ def _flushed(histories: _Histories) -> Iterator[Finding]:
 
 def _too_large(histories: _Histories, step: int) -> Finding | None:
     """Make HS120 for a step, if its updates are too large."""
-    ratios: dict[str, float] = {}
-    numel: dict[str, int] = {}
-    for key, update in histories["update"].items():
+    ratios, numel = dict[str, float](), dict[str, int]()
+    updates = histories["update"]
+    for key, update in updates.items():
         row, weight = update.last, histories["weight"].get(key)
         if row.step == step and row.is_finite and weight is not None and weight.first.rms > 0.0:
             ratios[row.module] = _size(row) / weight.last.rms if weight.last.rms else math.inf
             numel[row.module] = row.numel
     large = [name for name, ratio in ratios.items() if ratio >= _LARGE]
-    growing = [
-        name for name, ratio in ratios.items() if ratio >= _GROWN and _grows(histories["update"][name, 0].recent)
-    ]
+    growing = [name for name, ratio in ratios.items() if ratio >= _GROWN and _grows(updates[name, 0].recent)]
     ways = (
         (large, "a quarter of their own size or more"),
         (growing, "a tenth of their own size or more, twice as large each time"),
