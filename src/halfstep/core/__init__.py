@@ -1,1 +1,1 @@
-"""The facts: number formats, policies, op tables, errors. Imports nothing else of ours."""
+"""The facts: number formats, policies, op tables, errors. Imports no other room."""

@@ -26,19 +26,19 @@ __all__ = [
 
 
 def arguments(local: Mapping[str, Any], *excluded: str) -> dict[str, Any]:
-    """The arguments of a constructor by name, from its ``locals()``, without those that are ``excluded``.
+    """Collect the arguments of a constructor by name from its ``locals()``, without the ``excluded`` ones.
 
-    To be called before the constructor sets any other local name.
+    Call this before the constructor sets any other local name.
     """
     return {name: value for name, value in local.items() if name not in ("self", "__class__", *excluded)}
 
 
 def check_kind(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
-    """Check that a value is of a class, or of one of several.
+    """Check that a value is an instance of a class, or of one of several classes.
 
     Args:
-        name: what the message calls the value.
-        value: what was given.
+        name: the name of the value in the message.
+        value: the value to check.
         kind: the class.
         what: the class in words, "a torch.nn.Module".
 
@@ -50,12 +50,12 @@ def check_kind(name: str, value: object, kind: type | tuple[type, ...], what: st
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """A switch as a bool. It may be a bool, also one of numpy, or 0 or 1, as command lines have it.
+    """Convert a switch to a bool: a bool, also numpy's, or 0 or 1, as command lines have it.
 
-    Any other value is truthy or not by chance: a text like "no" would switch something on.
+    The truth of any other value is an accident: a string such as "no" would enable the switch.
 
     Raises:
-        ArgumentTypeError: for anything else.
+        ArgumentTypeError: for any other value.
     """
     if isinstance(value, bool):
         return value
@@ -74,7 +74,7 @@ def check_switch(name: str, value: object, *, or_none: bool = False) -> None:
     """Check that a value is True or False itself, or, with ``or_none``, None.
 
     Raises:
-        ArgumentTypeError: for anything else.
+        ArgumentTypeError: for any other value.
     """
     if not isinstance(value, bool) and not (or_none and value is None):
         raise ArgumentTypeError(f"{name}={value!r} must be {'True, False or None' if or_none else 'True or False'}.")
@@ -92,7 +92,7 @@ def check_between(name: str, value: float, *, above: float = 0.0, below: float =
     """Check that a number lies between two others.
 
     Raises:
-        ArgumentValueError: if it does not, or is no number.
+        ArgumentValueError: if the value lies outside, or is not a number.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < below:
         limits = f"above {above:g}" + ("" if below == math.inf else f" and below {below:g}")
@@ -103,13 +103,13 @@ def check_count(name: str, value: object, *, least: int = 1, never: bool = False
     """Check that a value is a whole number.
 
     Args:
-        name: what the message calls the value.
-        value: what was given.
+        name: the name of the value in the message.
+        value: the value to check.
         least: the smallest number allowed.
-        never: whether the message is to say that None stands for never.
+        never: True if the message should mention that None means never.
 
     Raises:
-        ArgumentValueError: if it is not, or smaller.
+        ArgumentValueError: if the value is not a whole number, or too small.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         allowed = f"number above {least - 1}, or None for never" if never else f"number, {least} or more"
@@ -120,21 +120,21 @@ def check_number(name: str, value: object, *, below: float | None = None, finite
     """Check that a number, or the one number in a tensor, is 0 or more. A tensor is read, if it has values.
 
     Args:
-        name: what the message calls the number.
-        value: what was given.
-        below: what it must be below, if anything.
-        finite: whether inf is refused.
+        name: the name of the number in the message.
+        value: the value to check.
+        below: an exclusive upper limit, if there is one.
+        finite: True to refuse inf.
 
     Raises:
-        ArgumentValueError: if it is outside, or a tensor with several elements.
-        ArgumentTypeError: if it is no number.
+        ArgumentValueError: if the number lies outside, or for a tensor with several elements.
+        ArgumentTypeError: if the value is not a number.
     """
     number = value
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ArgumentValueError(f"{name}={value!r} must be a number or a tensor with one element.")
         if value.device.type == "meta" or type(value) is not torch.Tensor:
-            return  # it has no value, or only a subclass knows how to read it
+            return  # it has no value, or only its subclass can read it
         number = value.item()
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise ArgumentTypeError(f"{name} must be a number, not {value!r}.")
@@ -144,10 +144,10 @@ def check_number(name: str, value: object, *, below: float | None = None, finite
 
 
 def as_number(name: str, value: Any) -> float:
-    """A float from a number, a text of one, or the one element of a list, an array or a tensor, which is read.
+    """Convert to a float: a number, its string, or the only element of a list, an array or a tensor, which is read.
 
     Raises:
-        ArgumentValueError: if it is nothing of these.
+        ArgumentValueError: for any other value.
     """
     one = value
     while isinstance(one, (list, tuple)) and len(one) == 1:
@@ -159,11 +159,11 @@ def as_number(name: str, value: Any) -> float:
 
 
 def check_optimizer_state(optimizer: object, state_dict: object) -> None:
-    """Check that a value looks like what ``state_dict()`` of an optimizer returned.
+    """Check that a value looks like the result of an optimizer's ``state_dict()``.
 
     Raises:
-        ArgumentTypeError: if it is no mapping.
-        ArgumentValueError: if it has no ``state`` or ``param_groups``.
+        ArgumentTypeError: if the value is not a mapping.
+        ArgumentValueError: if the mapping lacks ``state`` or ``param_groups``.
     """
     kind = type(optimizer).__name__
     instead = f"pass what state_dict() of {kind} returned. Nothing was loaded."

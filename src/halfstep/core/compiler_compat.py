@@ -1,7 +1,7 @@
 """The private names of torch's compilers that halfstep uses, under public names: Dynamo, Inductor and
 ``torch.export``, and tensors without values.
 
-As ``torch_compat``, which has the other private names.
+``torch_compat`` has all other private names.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def is_traced() -> bool:
-    """Whether tensors may have no numbers to read: a compiler, ``torch.jit.trace`` or ``torch.func`` runs this code."""
+    """True if tensors may have no values: a compiler, ``torch.jit.trace`` or ``torch.func`` runs this code."""
     return torch.compiler.is_compiling() or jit_tracing_state() is not None or functorch_level() is not None
 
 
@@ -69,10 +69,10 @@ def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Ca
 
 
 def own_code(method: Any) -> Any:
-    """Copy a method, with a code object and a name of its own, for ``torch.compile``.
+    """Copy a method with a new code object and a unique name, for ``torch.compile``.
 
-    Dynamo counts compilations by code object, and gives up after eight. It notes sizes by the name of the code: where a
-    size differs from the noted one it becomes a symbol, and a second model would be compiled for dynamic shapes.
+    Dynamo counts compilations by code object and gives up after eight. It also remembers sizes by the name of the code:
+    a different size becomes a symbol, so a second model would be compiled for dynamic shapes.
     """
     name = f"{method.__name__}_{next(_SERIAL)}"
     code, plain = method.__code__.replace(co_name=name), method.__func__
@@ -83,10 +83,10 @@ _SERIAL = itertools.count()
 
 
 def compile_with_autograd(method: F, backend: str = "inductor") -> F | None:
-    """Compile a method that calls ``torch.autograd.grad`` as one graph; None if this torch cannot.
+    """Compile a method that calls ``torch.autograd.grad`` as one graph; None if this torch version cannot.
 
-    16-bit values between fused ops are rounded, as they are in eager mode.
-    The first call of a new kind raises what is in ``compile_errors()`` if it cannot be one graph.
+    16-bit values between fused ops are rounded, as in eager mode. The first call of a new kind raises an error of
+    ``compile_errors()`` if it cannot be one graph.
     """
     from torch._dynamo import config
 
@@ -96,7 +96,7 @@ def compile_with_autograd(method: F, backend: str = "inductor") -> F | None:
     compiled = torch.compile(own_code(method), fullgraph=True, backend=backend, options=options)
 
     def call(*args: Any) -> Any:
-        # Any call may trace. Meanwhile no finalizer may change what is in force in this thread, which Dynamo checks.
+        # Any call may trace. Meanwhile no finalizer may change this thread's modes, which Dynamo checks.
         restore = gc.enable if gc.isenabled() else gc.disable
         gc.disable()
         try:
@@ -109,20 +109,20 @@ def compile_with_autograd(method: F, backend: str = "inductor") -> F | None:
 
 
 def traced_as_constant(function: F) -> F:
-    """Mark a function that Dynamo calls while it traces, to take what it returns for a constant."""
+    """Mark a function so that Dynamo calls it while tracing and treats its result as a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @traced_as_constant
 def tracer_follows_autocast() -> bool:
-    """Whether Dynamo, which asks this while it traces, follows ``enter_autocast``; that of torch 2.11 does not."""
+    """True if Dynamo, which calls this while tracing, follows ``enter_autocast``; torch 2.11's does not."""
     in_graph = sys.modules["torch._dynamo.trace_rules"].torch_non_c_binding_in_graph_functions
     return f"{enter_autocast.__module__}.{enter_autocast.__name__}" not in in_graph
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """The errors of ``torch.compile`` for a function that it cannot compile."""
+    """Return the errors of ``torch.compile`` for a function that it cannot compile."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._inductor.exc import InductorError
 
@@ -130,25 +130,25 @@ def compile_errors() -> tuple[type[Exception], ...]:
 
 
 def compiled_from(module: torch.nn.Module) -> Any:
-    """The module that ``torch.compile`` was given to make this one; None for any other."""
+    """Return the original module of a compiled one; None for any other module."""
     return getattr(module, "_orig_mod", None)
 
 
 def register_backend(name: str, backend: Callable[..., Any]) -> None:
-    """Give ``torch.compile`` a backend, unless it has one of that name."""
+    """Register a backend of ``torch.compile``, unless the name is taken."""
     if name not in torch._dynamo.list_backends(exclude_tags=()):
         torch._dynamo.register_backend(backend, name=name)
 
 
 def export_errors() -> tuple[type[Exception], ...]:
-    """The errors of ``torch.export`` for a model that it cannot capture."""
+    """Return the errors of ``torch.export`` for a model that it cannot capture."""
     return (torch._dynamo.exc.UserError, RuntimeError)
 
 
 def never_traced(function: F, why: str) -> F:
-    """Mark a function that Dynamo runs as it is.
+    """Mark a function so that Dynamo runs it without tracing.
 
-    As ``torch.compiler.disable``, whose wrapper costs some microseconds a call (torch 2.13).
+    Equals ``torch.compiler.disable``, whose wrapper costs some microseconds per call (torch 2.13).
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
@@ -156,7 +156,7 @@ def never_traced(function: F, why: str) -> F:
 
 
 class FakeMode:
-    """Makes tensors that have shapes and dtypes and no numbers; the sizes of their dimensions may be unknown."""
+    """A factory of tensors with shapes and dtypes but no values; sizes of dimensions may be unknown."""
 
     def __init__(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -165,7 +165,7 @@ class FakeMode:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=False))
 
     def make(self, tensor: torch.Tensor, free: Sequence[bool] = ()) -> torch.Tensor:
-        """A tensor like another one. ``free`` says which of its dimensions have unknown sizes."""
+        """Make a fake tensor like another tensor. ``free`` is True for dimensions of unknown size."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
         if not any(free):
@@ -175,26 +175,26 @@ class FakeMode:
         return self._mode.from_tensor(tensor, symbolic_context=context)
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function on such tensors, without gradients."""
+        """Call a function on fake tensors, without gradients."""
         from torch._dispatch.python import enable_python_dispatcher
 
-        with self._mode, enable_python_dispatcher(), torch.no_grad():  # an LSTM of any length is split in Python only
+        with self._mode, enable_python_dispatcher(), torch.no_grad():  # only Python splits an LSTM of any length
             return function(*args, **kwargs)
 
 
 def as_subclass_without_numbers(tensor: torch.Tensor, kind: type[T]) -> T:
-    """An instance of a subclass of Tensor with the shape, dtype and device of another tensor, and no memory."""
+    """Make an instance of a Tensor subclass with the shape, dtype and device of a tensor, and no memory."""
     made: Any = torch.Tensor._make_wrapper_subclass(kind, tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return made  # type: ignore[no-any-return]
 
 
 def size_expression(size: object) -> Any:
-    """The expression behind a number that depends on unknown sizes; None for other things."""
+    """Return the expression of a number that depends on unknown sizes; None for other objects."""
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else None
 
 
 def size_value(expression: Any, sizes: dict[Any, Any]) -> Any:
-    """The value of an expression, given what the unknown sizes are."""
+    """Evaluate an expression for given sizes."""
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -202,7 +202,7 @@ def size_value(expression: Any, sizes: dict[Any, Any]) -> Any:
 
 
 def needs_values() -> tuple[type[Exception], ...]:
-    """The errors of an op that needs numbers and is given a tensor without them."""
+    """Return the errors of an op that needs values and gets a tensor without values."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 

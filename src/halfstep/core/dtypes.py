@@ -1,4 +1,4 @@
-"""The number formats, their names, and what each device can do with them. Facts only; nothing here casts."""
+"""The number formats with their names, and the best 16-bit format of each device. Facts only; no code here casts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 """The 16-bit floating formats: float16 (5-bit exponent, 10-bit fraction) and bfloat16 (8 and 7)."""
 
 StateForm = torch.dtype | Literal["8bit"] | None
-"""How the moments of optimizers are stored; see ``parse_state_form``."""
+"""The type of a storage form for optimizers' moments; see ``parse_state_form``."""
 
 _STATE_FORMS = "'8bit', torch.bfloat16 (of first moments), torch.float32 or None"
 
@@ -40,22 +40,22 @@ DTYPES_BY_NAME = {
     "float64": torch.float64,
     "double": torch.float64,
 }
-"""The floating formats by all their names, in small letters."""
+"""The floating formats by all their names, in lower case."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The short name of a dtype: ``torch.bfloat16`` is ``"bfloat16"``."""
+    """Return the short name of a dtype: ``torch.bfloat16`` is ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def parse_dtype(dtype: torch.dtype | str, name: str = "dtype") -> torch.dtype:
-    """A floating dtype from itself or from its name (``"bfloat16"``, ``"bf16"``, ``"torch.bfloat16"``, any case).
+    """Parse a floating dtype, or its name (``"bfloat16"``, ``"bf16"``, ``"torch.bfloat16"``, any case).
 
-    ``name`` is what messages call it.
+    ``name`` is the name of the argument in messages.
 
     Raises:
-        ArgumentValueError: for a name or dtype that is no floating format.
-        ArgumentTypeError: for anything that is neither a dtype nor a string.
+        ArgumentValueError: for a name or dtype that is not a floating format.
+        ArgumentTypeError: for a value that is neither a dtype nor a string.
     """
     if isinstance(dtype, torch.dtype):
         if dtype not in DTYPES_BY_NAME.values():
@@ -70,11 +70,11 @@ def parse_dtype(dtype: torch.dtype | str, name: str = "dtype") -> torch.dtype:
 
 
 def parse_state_form(form: object, name: str = "state_dtype") -> StateForm:
-    """How moments are stored: ``"8bit"``, the dtype of first moments or its name, or None for float32.
+    """Parse the storage form of moments: ``"8bit"``, the dtype of first moments or its name, or None for float32.
 
     Raises:
-        ArgumentValueError: for a name or dtype that is none of these.
-        ArgumentTypeError: for anything else.
+        ArgumentValueError: for any other name or dtype.
+        ArgumentTypeError: for any other value.
     """
     if form is None or form == "8bit":
         return form
@@ -88,11 +88,11 @@ def parse_state_form(form: object, name: str = "state_dtype") -> StateForm:
 
 
 def parse_half(dtype: torch.dtype | str) -> torch.dtype:
-    """A 16-bit dtype from itself or from its name.
+    """Parse a 16-bit dtype, or its name.
 
     Raises:
         ArgumentValueError: for another dtype.
-        ArgumentTypeError: for anything that is neither a dtype nor a string.
+        ArgumentTypeError: for a value that is neither a dtype nor a string.
     """
     found = parse_dtype(dtype)
     if found not in HALF_DTYPES:
@@ -105,13 +105,13 @@ def _allowed() -> str:
 
 
 def is_half(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds 16-bit floating numbers."""
+    """True if a tensor holds 16-bit floating numbers."""
     return tensor.dtype in HALF_DTYPES
 
 
 def default_half(device: torch.device | str) -> torch.dtype:
-    """The 16-bit format a device trains best in: float16 on CUDA as Apex had it, bfloat16 elsewhere.
+    """Return the 16-bit format in which a device trains best: float16 on CUDA, as in Apex, bfloat16 elsewhere.
 
-    Float16 on a CPU works and is slow; bfloat16 needs no loss scale and has kernels of its own there.
+    Float16 works on a CPU but is slow; bfloat16 needs no loss scale and has native kernels there.
     """
     return torch.float16 if torch.device(device).type == "cuda" else torch.bfloat16

@@ -1,4 +1,4 @@
-"""The errors and warnings of halfstep. The message of each says what to do."""
+"""The errors and warnings of halfstep. Every message names a remedy."""
 
 __all__ = [
     "ArgumentIndexError",
@@ -17,11 +17,11 @@ __all__ = [
 
 
 class HalfstepError(RuntimeError):
-    """The base of all errors of halfstep."""
+    """The base class of all errors of halfstep."""
 
 
 class ArgumentIndexError(HalfstepError, IndexError):
-    """An index is outside of what there is."""
+    """An index is out of range."""
 
 
 class ArgumentValueError(HalfstepError, ValueError):
@@ -33,11 +33,11 @@ class ArgumentTypeError(HalfstepError, TypeError):
 
 
 class UsageError(HalfstepError):
-    """A call that is fine by itself came in the wrong order, or on an object that it cannot work on."""
+    """A valid call came in the wrong order, or on an object that it does not support."""
 
 
 class MissingNameError(HalfstepError, ImportError):
-    """A name of Apex has nothing to stand for it here."""
+    """A name of Apex has no counterpart here."""
 
     def __init__(self, message: str, *, name: str | None = None) -> None:
         ImportError.__init__(self, message, name=name)
@@ -48,7 +48,7 @@ class NotScriptableError(HalfstepError, AttributeError):
 
 
 class LossScaleCollapsed(HalfstepError):  # noqa: N818 - the name says what happened
-    """A dynamic loss scale sits at its floor and the gradients still overflow."""
+    """A dynamic loss scale is at its minimum and the gradients still overflow."""
 
 
 class MissingModuleError(HalfstepError, ModuleNotFoundError):
@@ -64,4 +64,4 @@ class UnsafeOpError(HalfstepError, NotImplementedError):
 
 
 class PrecisionWarning(UserWarning):
-    """Training is right but slow, because the hardware has no units for the dtype."""
+    """Training is correct but slow, because the hardware has no units for the dtype."""

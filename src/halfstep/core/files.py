@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and the folders of what is generated once and kept for later runs."""
+"""Files that are written as a whole or not at all, and the cache folders of generated files."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write to. It takes the place of the previous one when the block ends without an error.
+    """Open a file for writing that replaces the previous file when the block ends without an error.
 
-    It is forced to the disk and renamed. Renaming is one operation: a process killed at any moment leaves the file that
-    was there before. The unfinished file is ``{name}.tmp``. What a killed process left there is removed, and a link
+    The file is flushed to disk and renamed. Renaming is atomic: a process that is killed at any moment leaves the
+    previous file. The unfinished file is ``{name}.tmp``. A file that a killed process left there is removed, and a link
     there is not followed.
 
     Args:
-        path: where; missing folders are made. A link stays a link, and its target is replaced. A new file gets the mode
-            of the one it replaces. A device or a pipe is written to. One process at a time may write to it.
+        path: the file; missing folders are created. A link stays a link, and its target is replaced. A new file gets
+            the mode of the previous one. A device or a pipe is written directly. Only one process at a time may write
+            to it.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -54,7 +55,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
     unfinished = path.with_name(f"{path.name}.tmp")
     unfinished.unlink(missing_ok=True)
-    # The file is new (O_EXCL), so that nobody can have put a link there, and is never open to more people than later.
+    # The file is new (O_EXCL), so it cannot be another user's link, and its mode is never wider than in the end.
     handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
     try:
         with open(handle, "wb") as file:
@@ -69,23 +70,23 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def save_whole(state: Any, path: str | os.PathLike[str]) -> None:
-    """``torch.save`` that leaves the previous file until the new one is whole; see ``replacing``."""
+    """Save like ``torch.save``, but keep the previous file until the new one is complete; see ``replacing``."""
     with replacing(path) as file:
         torch.save(state, file)
 
 
 def load_whole(path: str | os.PathLike[str], names: tuple[str, ...], writer: str, device: Any = None) -> dict[str, Any]:
-    """A dict that ``save_whole`` wrote. Only plain data is unpickled.
+    """Load a dict that ``save_whole`` wrote. Only plain data is unpickled.
 
     Args:
         path: the file.
-        names: what must be in the dict.
-        writer: what wrote it, for the message.
-        device: where its tensors go; None is where they were.
+        names: the required keys of the dict.
+        writer: the name of the function that wrote it, for the message.
+        device: the device for its tensors; None keeps their devices.
 
     Raises:
         ArgumentValueError: for a file of another kind.
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if the file does not exist.
     """
     try:
         found: dict[str, Any] = torch.load(path, weights_only=True, map_location=device)
@@ -97,14 +98,14 @@ def load_whole(path: str | os.PathLike[str], names: tuple[str, ...], writer: str
     return found
 
 
-# ---- what is generated
+# ---- generated files
 
 
 def cache_directories() -> list[Path]:
-    """The folders that keep generated code, the best first: those of this user that nobody else can write to.
+    """List the cache folders for generated code, the best first: folders of this user that no other user can write to.
 
     ``HALFSTEP_CACHE_DIR``, or ``halfstep/`` in the user's cache; then a folder of this user among the temporary files.
-    They may be read-only, or full.
+    The folders may be read-only, or full.
     """
     folders, chosen = [], _chosen_directory()
     if chosen is not None and (refusal := _refusal(chosen)) is None:
@@ -118,19 +119,19 @@ def cache_directories() -> list[Path]:
 
 
 def generated(stem: str, suffix: str, write: Callable[[Path], None], load: Callable[[Path], T]) -> T:
-    """The result of ``load`` for a generated file, which is kept for later runs.
+    """Return the result of ``load`` for a generated file, which is cached for later runs.
 
-    The file is ``{stem}-{checksum}{suffix}``. One that is damaged is removed and written anew.
+    The file is ``{stem}-{checksum}{suffix}``. A damaged file is removed and generated again.
 
     Args:
         stem: the first part of its name, which depends on everything that the content depends on.
         suffix: the last part.
-        write: writes it to a path.
-        load: loads it from its path.
+        write: a function that writes the file to a path.
+        load: a function that loads the file from its path.
 
     Raises:
-        OSError: if it cannot be written and loaded anywhere, also not in a folder of this process alone.
-        Exception: what ``write`` and ``load`` raise otherwise.
+        OSError: if the file cannot be written and loaded in any folder, even in a private one of this process.
+        Exception: any other error of ``write`` and ``load``.
     """
     folders = cache_directories()
     for folder in folders:
@@ -153,7 +154,7 @@ def generated(stem: str, suffix: str, write: Callable[[Path], None], load: Calla
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text that several processes may write at once: the file is whole at any moment."""
+    """Write a text file that several processes may write at once: the file is complete at any moment."""
     unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         unfinished.write_text(text, encoding="utf-8")
@@ -176,7 +177,7 @@ def _written(folder: Path, stem: str, suffix: str, write: Callable[[Path], None]
     unfinished = Path(name)
     try:
         write(unfinished)
-        unfinished.chmod(0o700)  # whatever the compiler and the umask made of it
+        unfinished.chmod(0o700)  # independent of the compiler and the umask
         path = _place(folder, stem, suffix, unfinished)
         os.replace(unfinished, path)
     finally:
@@ -199,21 +200,21 @@ def _chosen_directory() -> Path | None:
 
 
 def _refusal(folder: Path) -> str | None:
-    """Why code is not loaded from a folder, which is made if need be; None if it is."""
+    """Return the reason not to load code from a folder, which is created if needed; None if it is safe."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         above = [parent.stat().st_mode for parent in folder.parents]
         ours = _is_ours(folder.stat(), stat.S_IFDIR)
     except OSError as error:
         return f"it cannot be made ({error.strerror})"
-    # What is in a folder where everybody may rename things can be put in the place of another at any time.
+    # In a folder in which all users may rename files, a file can be replaced at any time.
     if not ours or any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in above):
         return "another user owns it or can write to it, and could have this user run any code"
     return None
 
 
 def _is_ours(found: os.stat_result, kind: int) -> bool:
-    """Whether something is a file or folder of this user's, and nobody else may write to it."""
+    """True for a file or folder of this user that no other user may write to."""
     return stat.S_IFMT(found.st_mode) == kind and found.st_uid == _user() and not found.st_mode & _OTHERS_WRITE
 
 
@@ -223,7 +224,7 @@ def _user() -> int:
 
 @functools.cache
 def _temporary_directory() -> Path:
-    """A folder of this process alone, which is gone when it ends."""
+    """Make a private folder of this process, which is removed at exit."""
     folder = tempfile.mkdtemp(prefix="halfstep-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

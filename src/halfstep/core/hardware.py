@@ -1,7 +1,7 @@
-"""Hardware support of the 16-bit formats: which devices have units for them, op class by op class.
+"""Hardware support of the 16-bit formats: the devices that have units for them, by class of ops.
 
-Every device runs both formats. Where it has no units for one, ``casting.emulation`` runs the products in fp32 kernels
-instead, as ``has_units`` says. Nothing here stops a training.
+Every device runs both formats. If it has no units for one (``has_units``), ``casting.emulation`` runs the products in
+fp32 kernels instead. No function here stops a training.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _CPU_UNITS = {
     torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
 }
-# The variable limits what oneDNN uses, and so what torch uses: each row has the levels of one limit, and the units that
-# are not used under it. Source: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
+# The variable limits the instruction sets of oneDNN, and so of torch: each row has the names of one limit, and the
+# units that it disables. Source: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
 _ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 _ISA_LEVELS: tuple[tuple[frozenset[str], tuple[str, ...]], ...] = (
     (
@@ -50,7 +50,7 @@ _ISA_LEVELS: tuple[tuple[frozenset[str], tuple[str, ...]], ...] = (
 # 107 times the time of fp32, forward and backward, an LSTM 3.4 times, attention 2.5 times.
 _FLOAT16_ON_CPU = frozenset(("product",))
 
-# What torch 2.11 can be asked, which has no get_capabilities yet.
+# The queries of torch 2.11, which does not have get_capabilities yet.
 _CPU_UNITS_BEFORE_2_12 = {
     torch.float16: {"amx_fp16": "_is_amx_fp16_supported"},
     torch.bfloat16: {"avx512_bf16": "_is_avx512_bf16_supported", "amx_bf16": "_is_amx_tile_supported"},
@@ -58,50 +58,50 @@ _CPU_UNITS_BEFORE_2_12 = {
 
 
 def is_float16_supported(device: torch.device | str | int | None = None) -> bool:
-    """Whether a device has units for matrix products in float16.
+    """True if a device has units for matrix products in float16.
 
-    True for a CUDA device of compute capability 7.0 or more and for a CPU with AVX512-FP16, AMX-FP16 or Arm's FP16
-    arithmetic. False does not mean that it fails, nor that it is slow: there, models that halfstep brought up compute
-    in fp32 kernels with the rounding of float16.
+    These are CUDA devices of compute capability 7.0 or more, and CPUs with AVX512-FP16, AMX-FP16 or Arm's FP16
+    arithmetic. On other devices float16 works as well: models that halfstep prepared compute in fp32 kernels with the
+    rounding of float16.
 
     Args:
         device: a ``torch.device``, its name ("gpu" means "cuda"), or the index of a CUDA device; None means CUDA
-            where there is one and the CPU elsewhere.
+                if available, else the CPU.
 
     Raises:
-        ArgumentValueError: for a device that is neither CPU nor CUDA, or that is not there.
-        ArgumentTypeError: for what is no device at all.
+        ArgumentValueError: for a device that is neither CPU nor CUDA, or does not exist.
+        ArgumentTypeError: for a value that is not a device.
     """
     return slow_reason(_parse_device(device), torch.float16) is None
 
 
 def is_bfloat16_supported(device: torch.device | str | int | None = None) -> bool:
-    """Whether a device has units for matrix products in bfloat16.
+    """True if a device has units for matrix products in bfloat16.
 
-    True for a CUDA device of compute capability 8.0 or more and for a CPU with AVX512-BF16, AMX or Arm's BF16.
-    False is no obstacle, as with ``is_float16_supported``.
+    These are CUDA devices of compute capability 8.0 or more, and CPUs with AVX512-BF16, AMX or Arm's BF16. Other
+    devices work as well, as with ``is_float16_supported``.
 
     Args:
-        device: as for ``is_float16_supported``.
+        device: see ``is_float16_supported``.
 
     Raises:
-        ArgumentValueError: for a device that is neither CPU nor CUDA, or that is not there.
-        ArgumentTypeError: for what is no device at all.
+        ArgumentValueError: for a device that is neither CPU nor CUDA, or does not exist.
+        ArgumentTypeError: for a value that is not a device.
     """
     return slow_reason(_parse_device(device), torch.bfloat16) is None
 
 
 @functools.cache
 def accelerator() -> str | None:
-    """The type of the accelerator that torch was built for and finds here ("cuda", "xpu", "mps", "npu"), or None."""
+    """Return the type of the accelerator that this torch build finds ("cuda", "xpu", "mps", "npu"), or None."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
 def cpu_units(dtype: torch.dtype) -> list[str]:
-    """The instruction sets of this CPU that compute in a 16-bit dtype, by torch's names; an empty list means no units.
+    """List the instruction sets of this CPU that compute in a 16-bit dtype, by torch's names; [] means no units.
 
-    Those that the environment variable ``ONEDNN_MAX_CPU_ISA`` keeps torch from using are left out.
+    Instruction sets that the environment variable ``ONEDNN_MAX_CPU_ISA`` disables are left out.
     """
     limit = os.environ.get(_ISA_VARIABLE, "").upper()
     taken = next((units for names, units in _ISA_LEVELS if limit in names), ())
@@ -115,10 +115,10 @@ def cpu_units(dtype: torch.dtype) -> list[str]:
 
 
 def has_units(device: torch.device, dtype: torch.dtype, kind: str) -> bool:
-    """Whether a device has units that compute one class of ops in a 16-bit dtype.
+    """True if a device has units that compute a class of ops in a 16-bit dtype.
 
     Args:
-        device: any; True for other devices than CPU and CUDA, of which nothing is known.
+        device: any device; the result is True for devices other than CPU and CUDA, about which nothing is known.
         dtype: torch.float16 or torch.bfloat16.
         kind: one of ``core.oplists.tables.KINDS``.
     """
@@ -130,17 +130,17 @@ def has_units(device: torch.device, dtype: torch.dtype, kind: str) -> bool:
 
 
 def _cuda_capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of an NVIDIA GPU; None where the question has no answer."""
-    # ROCm calls its devices cuda and numbers capabilities in its own way. Without a GPU the tensors are fake ones.
+    """Return the compute capability of an NVIDIA GPU; None for other devices."""
+    # ROCm names its devices cuda and has other capability numbers. Without a GPU the tensors are fake.
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
 
 
 def slow_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a device has no units for a 16-bit dtype and what follows, in two sentences; None if it has.
+    """Explain in two sentences that a device has no units for a 16-bit dtype, and the effect; None if it has units.
 
-    None also for other devices than CPU and CUDA, of which nothing is known.
+    The result is also None for devices other than CPU and CUDA, about which nothing is known.
     """
     if has_units(device, dtype, "product"):
         return None
@@ -165,7 +165,7 @@ def slow_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 def warn_if_slow(device: torch.device, dtype: torch.dtype) -> None:
     """Warn of slow 16-bit ops on a device without units for them, once per process, device and dtype.
 
-    It names the line of the script, whichever function of halfstep that has called.
+    The warning names the line of the script, even through several functions of halfstep.
 
     Only ``emulate=False`` runs them; with emulation there is nothing to warn of.
 

@@ -1,4 +1,4 @@
-"""The optimizers behind a wrapper: an optimizer that holds another one and shares its ``param_groups``."""
+"""The optimizers inside wrappers: a wrapper is an optimizer that holds another one and shares its ``param_groups``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DELEGATES = {"accelerate", "halfstep", "lightning", "lightning_fabric", "pytorc
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer that a wrapper holds; None if this is no wrapper."""
+    """Return the optimizer that a wrapper holds; None if the argument is not a wrapper."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
         return None
@@ -28,10 +28,9 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 
 def bare(optimizer: Any) -> Any:
-    """The optimizer behind ``LARC`` and the wrappers of Lightning, Fabric and Accelerate, which write no weights.
+    """Unwrap ``LARC`` and the wrappers of Lightning, Fabric and Accelerate, which write no weights.
 
-    The ``step`` of any other wrapper may write to weights, as that of Lookahead does. So such a wrapper is returned
-    as it is.
+    The ``step`` of any other wrapper, such as Lookahead, may write to weights, so such a wrapper is returned unchanged.
     """
     chain: list[Any] = [optimizer]
     while package_of_step(chain[-1]) in _DELEGATES:  # asked first: a scaler asks this several times a step
@@ -43,13 +42,13 @@ def bare(optimizer: Any) -> Any:
 
 
 def package_of_step(optimizer: Any) -> str:
-    """The package of the class from which an optimizer has its ``step``, such as "torch", also if ours is before it."""
+    """Name the package of the class that defines an optimizer's ``step``, such as "torch", ignoring mixins."""
     cls = next((cls for cls in type(optimizer).__mro__ if "step" in vars(cls) and cls.__mro__[-2] is not Mixin), object)
     return cls.__module__.partition(".")[0]
 
 
 def state_holders(optimizer: Any) -> list[Any]:
-    """The optimizers in a chain of wrappers that have a ``state`` of their own, and do not pass on another's."""
+    """List the optimizers in a chain of wrappers that own a ``state`` instead of passing on another's."""
     chain: list[Any] = []
     while optimizer is not None and not any(each is optimizer for each in chain):
         chain.append(optimizer)

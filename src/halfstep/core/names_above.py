@@ -1,7 +1,7 @@
-"""Names that classes and modules offer for Apex's sake, and that a higher room makes.
+"""Names that classes and modules offer for compatibility with Apex, and that a higher room implements.
 
-``halfstep/__init__.py`` is at the top, and every import of halfstep runs it first. It fills the table, so no room
-imports a room above it. Nothing is imported before a script asks for a name.
+``halfstep/__init__.py`` is the highest module, and every import of halfstep runs it first. It fills the table, so that
+no room imports a room above it. A module is imported only when a script accesses such a name.
 """
 
 from collections.abc import Callable
@@ -10,4 +10,4 @@ from typing import Any
 __all__ = ["NAMES_ABOVE"]
 
 NAMES_ABOVE: dict[str, Callable[[], Any]] = {}
-"""Functions that import a name and return it, by the name."""
+"""Functions that import and return a name, by name."""

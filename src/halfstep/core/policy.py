@@ -1,4 +1,4 @@
-"""A precision recipe as one value: ``Policy``. Each opt level is one; ``stepping.prepare`` brings models to it."""
+"""A precision recipe as one value: ``Policy``. Opt levels are policies; ``stepping.prepare`` applies one to models."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ _SWITCHES = ("keep_batchnorm_fp32", "master_weights")
 class Policy:
     """A precision policy: the dtypes of weights, computation and outputs, the op lists, and the loss scale.
 
-    It prints as one line and parses back from it: ``Policy.parse(str(policy)) == policy``.
+    A policy prints as one line and parses back from it: ``Policy.parse(str(policy)) == policy``.
 
     Attributes:
-        param_dtype: what floating parameters and buffers are cast to; ``None`` leaves them as they are.
-        compute_dtype: with ``op_lists`` the 16-bit dtype of the ops on the half list, without them the dtype that
-            floating inputs of the model are cast to; ``None`` casts nothing.
-        output_dtype: what floating outputs of the model are cast to; ``None`` leaves them.
-        op_lists: which ops run in which precision; ``None`` casts no ops.
-        keep_batchnorm_fp32: leave BatchNorm parameters and statistics in fp32 when the rest is cast.
+        param_dtype: the dtype of floating parameters and buffers; ``None`` does not cast them.
+        compute_dtype: with ``op_lists``, the 16-bit dtype of the ops on the half list; without them, the dtype of
+            floating inputs of the model; ``None`` casts nothing.
+        output_dtype: the dtype of floating outputs of the model; ``None`` does not cast them.
+        op_lists: the precision of each op; ``None`` casts no ops.
+        keep_batchnorm_fp32: keep BatchNorm parameters and statistics in fp32 when the rest is cast.
         master_weights: update fp32 copies of 16-bit weights.
         loss_scale: a number, ``"dynamic"``, or a ``StaticLossScale`` or ``DynamicLossScale``.
-        cast_ops: with a 16-bit ``param_dtype``, whether ops whose dtypes torch refuses are called again with dtypes
-            that agree: True in every pass of a model, False in none, and None in its first passes, and in all if such
-            an op was found in them.
-        state_dtype: with ``master_weights``, how optimizers store their moments: ``"8bit"``, the dtype of first
+        cast_ops: with a 16-bit ``param_dtype``, the passes in which an op whose dtypes torch refuses is retried with
+            equal dtypes: True for every pass of a model, False for none, and None for its first passes, and for all
+            passes if they had such an op.
+        state_dtype: with ``master_weights``, the storage of optimizers' moments: ``"8bit"``, the dtype of first
             moments, or ``None`` for fp32.
     """
 
@@ -83,10 +83,10 @@ class Policy:
 
     @classmethod
     def from_level(cls, level: str, dtype: torch.dtype | str = torch.float16) -> Policy:
-        """The policy of an opt level in a 16-bit dtype.
+        """Make the policy of an opt level in a 16-bit dtype.
 
-        A bfloat16 policy has the exponent range of fp32 and so starts with a static loss scale of 1.0;
-        a float16 one scales dynamically at O1 and O2.
+        A bfloat16 policy has the exponent range of fp32 and so starts with a static loss scale of 1.0; a float16 policy
+        scales dynamically at O1 and O2.
 
         Raises:
             ArgumentValueError: for an unknown level, or a dtype of other than 16 bits.
@@ -103,7 +103,7 @@ class Policy:
         return cls(half, half, torch.float32)
 
     def replace(self, **changes: object) -> Policy:
-        """A copy with some fields changed."""
+        """Copy the policy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -113,11 +113,11 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """The policy that prints as ``text``; a field left out has its default.
+        """Parse the policy that prints as ``text``; a missing field gets its default.
 
         Raises:
-            ArgumentTypeError: for something else than a text.
-            ArgumentValueError: for an unknown field or a value that does not fit it.
+            ArgumentTypeError: if ``text`` is not a string.
+            ArgumentValueError: for an unknown field or a value that its field does not accept.
         """
         if not isinstance(text, str):
             raise ArgumentTypeError(
@@ -159,11 +159,11 @@ def _shown(value: object) -> str:
 
 
 def check_policy(policy: Policy) -> None:
-    """Check that the fields of a policy have values of their kinds that go together.
+    """Check that the fields of a policy have valid and compatible values.
 
     Raises:
-        ArgumentTypeError: for a value of another kind.
-        ArgumentValueError: for a dtype that is no floating format.
+        ArgumentTypeError: for a value of another type.
+        ArgumentValueError: for a dtype that is not a floating format.
         UsageError: for fields that contradict each other.
     """
     for name in ("param_dtype", "compute_dtype", "output_dtype"):
@@ -187,7 +187,7 @@ def check_policy(policy: Policy) -> None:
 
 
 def _contradiction(policy: Policy) -> str | None:
-    """The contradiction between fields of a policy, in words; None if there is none."""
+    """Describe a contradiction between fields of a policy; None if there is none."""
     params, compute = policy.param_dtype, policy.compute_dtype
     param_dtype = f"param_dtype={dtype_name(params) if params else None}"
     compute_dtype = f"compute_dtype={dtype_name(compute) if compute else None}"

@@ -1,4 +1,4 @@
-"""Arguments and names that earlier versions of halfstep had, in one table that says what to use instead."""
+"""A table of the arguments and names of earlier versions of halfstep, with their replacements."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _REMOVED: dict[str, str] = {
     "offload=": "Use torchao's CPUOffloadOptimizer under O2 with plain masters: docs/how-to/offload-state.md.",
     "optimizers.GradientRelease.accumulate": "A step has one backward pass. To accumulate, do not attach.",
 }
-"""Each removed argument (``"keep_casts="``) or name (``"amp.clear_casts"``), with what to use instead."""
+"""Each removed argument (``"keep_casts="``) or name (``"amp.clear_casts"``), with its replacement."""
 
 
 def removed_arguments(*names: str) -> Callable[[_Function], _Function]:
-    """Decorate a function so that an argument it once had raises an error that says what to use instead.
+    """Decorate a function so that a removed argument raises an error that names its replacement.
 
     Args:
         names: the arguments, without ``=``; each has a row in the table above.
@@ -41,18 +41,18 @@ def removed_arguments(*names: str) -> Callable[[_Function], _Function]:
 
 
 def what_replaces(name: str) -> str | None:
-    """Advice for a removed argument, such as ``"keep_casts="``, or name; None if it was not removed."""
+    """Return the advice for a removed argument, such as ``"keep_casts="``, or name; None if it was not removed."""
     return _REMOVED.get(name)
 
 
 def raise_removed(name: str) -> None:
-    """Raise for a public name that was removed, and do nothing for every other name.
+    """Raise for a removed public name, and do nothing for every other name.
 
     Args:
         name: the name with its module, such as ``"amp.clear_casts"``.
 
     Raises:
-        RemovedNameError: the name was removed; it is an ``AttributeError``, so ``hasattr`` is False.
+        RemovedNameError: if the name was removed; an ``AttributeError``, so that ``hasattr`` is False.
     """
     if name in _REMOVED:
         raise RemovedNameError(f"halfstep.{name} was removed. {_REMOVED[name]}")

@@ -1,7 +1,7 @@
 """The dtype of the numbers of a step, such as a loss scale, a norm or a bias correction.
 
-These numbers are few. So a device computes them in float64, if it has float64. Some devices do not (MPS, most Intel
-Arc). There the dtype is float32, and formulas that would lose digits are written in another way.
+These numbers are few, so a device computes them in float64 if it has float64. On devices without it (MPS, most Intel
+Arc) the dtype is float32, and formulas that would lose digits are written differently.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ __all__ = ["has_float64", "in_scalar_dtype", "scalar_dtype"]
 
 @functools.cache
 def has_float64(device: torch.device) -> bool:
-    """Whether a device computes in float64."""
+    """True if a device computes in float64."""
     if device.type == "xpu":
         return bool(torch.xpu.get_device_properties(device).has_fp64)
     return device.type != "mps"
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
-    """The dtype for the numbers of a step on a device."""
+    """Return the dtype for the numbers of a step on a device."""
     return torch.float64 if has_float64(device) else torch.float32
 
 
 def in_scalar_dtype(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers in the ``scalar_dtype`` of their device."""
+    """Convert numbers to the ``scalar_dtype`` of their device."""
     return numbers.double() if has_float64(numbers.device) else numbers.float()

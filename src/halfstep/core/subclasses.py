@@ -1,6 +1,6 @@
-"""Subclasses made on the fly: the class of a user with a mixin of ours, whose methods go first.
+"""Subclasses made at run time: a user's class with a halfstep mixin whose methods take precedence.
 
-Nothing here refers to them, so such a class lives no longer than its last instance.
+This module does not refer to them, so such a class lives no longer than its last instance.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ __all__ = ["Mixin", "subclass_with", "superclass_of"]
 
 
 class Mixin:
-    """The base of all mixins."""
+    """The base class of all mixins."""
 
     def __init_subclass__(cls) -> None:
-        """Do nothing: a user's class may keep a register of its subclasses, and these do not belong there."""
+        """Do nothing: a user's class may keep a registry of its subclasses, to which these should not be added."""
 
 
 def subclass_with(mixin: type[Mixin], base: type, methods: dict[str, Any]) -> type:
-    """The subclass of a user's class and a mixin, with the name of the former and more methods.
+    """Make a subclass of a user's class and a mixin, with the name of the user's class and additional methods.
 
-    The user's class is the first base, because the first base decides on the layout of instances: Python sets no class
-    with another layout, and ``class Mine(ABC, Optimizer)`` has that of ``ABC``. A metaclass puts the mixin before it.
+    The user's class is the first base, because the first base determines the layout of instances: Python refuses to
+    assign a class with another layout, and ``class Mine(ABC, Optimizer)`` has the layout of ``ABC``. A metaclass moves
+    the mixin before it in the method resolution order.
     """
 
     def mro(cls: Any) -> list[type]:
@@ -30,7 +31,7 @@ def subclass_with(mixin: type[Mixin], base: type, methods: dict[str, Any]) -> ty
         return [cls, *moved, *(each for each in super(kind, cls).mro()[1:] if each not in moved)]
 
     kind: Any = type(type(base).__name__, (type(base),), {"mro": mro})
-    subclasses: list[type] = type.__subclasses__(base)  # to which a class refers weakly
+    subclasses: list[type] = type.__subclasses__(base)  # a class holds its subclasses weakly
     known = (cls for cls in subclasses if cls.__bases__ == (base, mixin))
     names: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = [each for cls in base.__mro__ for each in vars(cls).values() if isinstance(each, FunctionType)]
@@ -39,11 +40,11 @@ def subclass_with(mixin: type[Mixin], base: type, methods: dict[str, Any]) -> ty
     return next(known, None) or kind(base.__name__, (base, mixin), {**names, **methods})
 
 
-# To `super(self.__class__, self)`, as Horovod's optimizers have it, the class of an instance is the one that it is in.
+# For `super(self.__class__, self)`, as in Horovod's optimizers, `__class__` is the user's class.
 _CLASS = property(lambda self: superclass_of(type(self), Mixin), vars(object)["__class__"].__set__)
 
 
 def superclass_of(cls: type, mixin: type[Mixin]) -> type:
-    """The user's class of which ``subclass_with`` made a class; any other class as it is."""
-    # The last base of a class that `subclass_with` made is the mixin, and above a mixin is nothing but `Mixin`.
+    """Return the user's class behind a class from ``subclass_with``; any other class unchanged."""
+    # The last base of a class from `subclass_with` is the mixin, whose only base is `Mixin`.
     return cls.__bases__[0] if issubclass(last := cls.__bases__[-1], mixin) and last.__mro__[-2] is Mixin else cls

@@ -1,9 +1,9 @@
-"""The private names of torch that halfstep uses, in one place and under public names; ``compiler_compat`` has those of
-its compilers.
+"""The private names of torch that halfstep uses, in one place and under public names; ``compiler_compat`` has the
+names of its compilers.
 
-A private name may change in any release. So a new torch is checked here first; all of these are in torch 2.13. Some
-names with an underscore are contracts of torch with other libraries, and not here: ``tests/core/test_torch_compat.py``
-has them, with the reason.
+A private name may change in any release, so a new torch is checked here first; all of these exist in torch 2.13. Some
+names with an underscore are contracts of torch with other libraries and are not listed here:
+``tests/core/test_torch_compat.py`` has them, with the reason.
 """
 
 from __future__ import annotations
@@ -145,18 +145,18 @@ __all__ = [
 ]
 
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
-"""Since torch 2.13 the gradient of a parameter may have another dtype than the parameter."""
+"""True since torch 2.13, in which the gradient of a parameter may have another dtype than the parameter."""
 
 STATE_MODULE = "torch.distributed.checkpoint.state_dict"
 STATE_INIT = "_init_optim_state"
-"""The name of the function in that module by which it has an optimizer make its state."""
+"""The name of the function in that module that makes an optimizer create its state."""
 
 C_NAMESPACES: dict[str, Any] = {
     "functions": torch._C._VariableFunctions,
     "nn": torch._C._nn,
     **{name: getattr(torch._C, f"_{name}") for name in ("linalg", "fft", "special")},
 }
-"""Where torch's C functions are, which its public Python functions call."""
+"""The namespaces of torch's C functions, which its public Python functions call."""
 
 update_scale_: Callable[..., torch.Tensor] = torch._amp_update_scale_
 """``update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)``, in place."""
@@ -179,26 +179,26 @@ forward_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forwar
 """The table of a module's hooks after ``forward``, in the order in which they run."""
 
 schema_of: Callable[[Any], FunctionSchema] = attrgetter("_schema")
-"""The schema of an op: its name, its arguments, and which of these it writes to."""
+"""The schema of an op: its name and its arguments, with the arguments that it writes to."""
 
 
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""The tensor that a tensor is a view of; None if autograd does not know it as a view."""
+"""The base tensor of a view; None if autograd does not know the tensor as a view."""
 
 divides_by_initial_world: Callable[[Any], bool] = attrgetter("_divide_by_initial_world_size")
-"""Whether a wrapper divides gradients by the number of all ranks, also by those that have run out of inputs."""
+"""True if a wrapper divides gradients by the number of all ranks, including ranks that have run out of inputs."""
 
 subclass_over: Callable[..., Any] = torch.Tensor._make_subclass
-"""``subclass_over(cls, tensor, requires_grad)``: a tensor of another class with the same memory."""
+"""``subclass_over(cls, tensor, requires_grad)``: make a tensor of another class with the same memory."""
 
 
 def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The memory that a weak reference refers to; None if nobody holds it any more."""
+    """Return the storage of a weak reference; None if it has been freed."""
     return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
 
 
 def hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
-    """The tables of a module's hooks on ``forward``, on saving and loading, and of flags of these hooks."""
+    """List the tables of a module's hooks on ``forward``, on saving and loading, and of these hooks' flags."""
     passes = [module._forward_pre_hooks, module._forward_hooks]
     flags = [
         module._forward_pre_hooks_with_kwargs,
@@ -209,23 +209,23 @@ def hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
 
 
 def register_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
-    """Register a state-dict hook that may return another dictionary, as the public one may not."""
+    """Register a state-dict hook that may return another dictionary, which the public function does not allow."""
     module._register_state_dict_hook(hook)
 
 
 def public_hook(hook: F) -> F:
-    """Mark a state-dict hook that was copied as one that was registered by the public function."""
+    """Mark a copied state-dict hook as registered by the public function."""
     hook._from_public_api = True  # type: ignore[attr-defined]
     return hook
 
 
 def renew_flat_weights(module: torch.nn.RNNBase) -> None:
-    """Have a recurrent module's list of its weights hold those that it has now."""
+    """Update a recurrent module's list of weights to its current weights."""
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
 def module_hooks(module: torch.nn.Module) -> int:
-    """How many hooks there are on the passes of a module."""
+    """Count the hooks on the passes of a module."""
     return (
         len(module._forward_hooks)
         + len(module._forward_pre_hooks)
@@ -235,26 +235,26 @@ def module_hooks(module: torch.nn.Module) -> int:
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """The hooks on the gradient of a leaf."""
+    """List the hooks on the gradient of a leaf."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return [*(tensor._backward_hooks or {}).values(), *(after or {}).values()]
 
 
 def node_sequence_number(node: Any) -> int:
-    """The number of a node of a graph: what ``next_sequence_number()`` was before the op that the node belongs to.
+    """Return the number of a graph node: the value of ``next_sequence_number()`` before the op of the node.
 
-    Leaves, which add up gradients, have a number above all others.
+    Leaf nodes, which accumulate gradients, have a number above all other nodes.
     """
     return node._sequence_nr()  # type: ignore[no-any-return]
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """The hooks on the step of an optimizer, without those on all optimizers."""
+    """List the hooks on the step of an optimizer, without the hooks on all optimizers."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if user code or a library, not halfstep itself, hears of the steps of an optimizer by torch's hooks."""
+    """True if user code or a library, not halfstep itself, observes the steps of an optimizer by torch's hooks."""
     everywhere = sys.modules["torch.optim.optimizer"]
     hooks = [*everywhere._global_optimizer_pre_hooks.values(), *everywhere._global_optimizer_post_hooks.values()]
     hooks += [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
@@ -262,38 +262,38 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def wrap_step(optimizer: torch.optim.Optimizer) -> None:
-    """Put torch's hooks around the step of an optimizer's class, unless they are there."""
+    """Wrap the step of an optimizer's class in torch's hooks, unless it is wrapped."""
     optimizer._patch_step_function()
 
 
 def scale_of(scaler: Any) -> torch.Tensor | None:
-    """The scale of a ``GradScaler`` as it is on the device; None before the first ``scale``."""
+    """Return the scale of a ``GradScaler`` on the device; None before the first ``scale``."""
     return scaler._get_scale_async()  # type: ignore[no-any-return]
 
 
 def initial_scale(scaler: Any) -> float:
-    """The scale that a ``GradScaler`` begins with."""
+    """Return the initial scale of a ``GradScaler``."""
     return getattr(scaler, "_init_scale", 0.0)
 
 
 def found_inf_of(scaler: Any, optimizer: object) -> dict[torch.device, torch.Tensor]:
-    """The overflow flags of an optimizer in a ``GradScaler``, by device. A change of this dict reaches the scaler."""
+    """Return the overflow flags of an optimizer in a ``GradScaler``, by device. The dict is the scaler's own."""
     return scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]  # type: ignore[no-any-return]
 
 
 def set_found_inf(scaler: Any, optimizer: object, found: dict[Any, Any]) -> None:
-    """Give a ``GradScaler`` the overflow flags of an optimizer, by device."""
+    """Set the overflow flags of an optimizer in a ``GradScaler``, by device."""
     scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
 
 
 def qualified_name(op: OpOverload | OpOverloadPacket) -> str:
-    """The name of an op with its namespace and without its overload."""
+    """Return the name of an op with its namespace and without its overload."""
     packet = op._overloadpacket if isinstance(op, OpOverload) else op
     return packet._qualified_op_name
 
 
 def is_torchs_mode(mode: Any) -> bool:
-    """Whether a dispatch mode is one of torch's own, such as FakeTensorMode."""
+    """True for a dispatch mode of torch itself, such as FakeTensorMode."""
     return getattr(mode, "_mode_key", None) is not None
 
 
@@ -304,47 +304,47 @@ def has_recording_mode() -> bool:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows a tensor as a view of another."""
+    """True if autograd knows a tensor as a view."""
     return tensor._is_view()
 
 
 def saved_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The innermost hooks on saved tensors, which pack and unpack; None if there are none."""
+    """Return the innermost pack and unpack hooks on saved tensors; None if there are none."""
     return _top_saved_tensors_default_hooks(False)
 
 
 def values_of(sparse: torch.Tensor) -> torch.Tensor:
-    """The values of a sparse tensor, in its own memory, coalesced or not."""
+    """Return the values of a sparse tensor without a copy, coalesced or not."""
     return sparse._values()
 
 
 def has_comm_hook(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Whether a user has registered a communication hook. Torch's built-in hooks are known to its log only."""
+    """True if user code registered a communication hook. Only torch's log has its built-in hooks."""
     return bool(wrapper._comm_hooks or wrapper._get_ddp_logging_data().get("comm_hook"))
 
 
 def join_facts(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[bool, int | None]:
-    """Whether the latest ``wrapper.join()`` was enabled, and the rank whose weights all ranks have got at its end.
+    """Return True if the latest ``wrapper.join()`` was enabled, and the rank whose weights all ranks got at its end.
 
-    Both outlast the context: torch goes on counting the active ranks, for its division of gradients (torch 2.13).
+    Both outlast the context: torch continues to count the active ranks, to divide gradients by (torch 2.13).
     """
     return bool(wrapper._join_config.enable), getattr(wrapper, "_authoritative_rank", None)
 
 
 def is_flattened(param: torch.Tensor) -> bool:
-    """Whether ``FullyShardedDataParallel`` (FSDP1) has put a parameter into a flat one, or it is a flat one."""
+    """True if ``FullyShardedDataParallel`` (FSDP1) moved a parameter into a flat one, or for a flat parameter."""
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def has_rebuilt_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Whether buckets have been rebuilt, which happens once."""
+    """True if DDP has rebuilt its buckets, which happens once."""
     return bool(wrapper._has_rebuilt_buckets)
 
 
 def rebuild_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
-    """After a synced backward pass: let the ranks agree on buckets in the order in which gradients came. Does so once.
+    """Make ranks agree, once, after a synced backward pass, on buckets in the order in which gradients arrived.
 
-    torch does it in the next forward pass, and waits there forever for a rank that has no such pass (torch 2.13).
+    torch does this in the next forward pass, and waits there forever for a rank without such a pass (torch 2.13).
     """
     reducer = getattr(wrapper, "reducer", None)
     if reducer is not None and not wrapper._use_python_reducer and reducer._rebuild_buckets():
@@ -352,45 +352,45 @@ def rebuild_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
 
 
 def forget_used_parameters(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Let a wrapper forget which parameters its unsynced backward passes used. No synced one may be on its way."""
+    """Reset the parameters that unsynced backward passes used. Call it only while no synced pass is running."""
     wrapper.reducer._reset_state()
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass that is running, after those that were queued before."""
+    """Queue a function to call at the end of the running backward pass, after functions that were queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def apply_to_own(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """What ``Module.to`` does to the parameters and buffers of a module, by any function, and not to its children.
+    """Apply a function to a module's own parameters and buffers as ``Module.to`` does, without its children.
 
-    A ``DTensor`` keeps identity, and a module of FSDP2 looks at all parameters that it gathers anew.
+    A ``DTensor`` keeps its identity, and a module of FSDP2 examines all parameters that it gathers again.
     """
     module._apply(change, recurse=False)
 
 
 def _fsdp_states(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, Any]]:
-    """Those of some modules that ``fully_shard`` was called on, each with what FSDP2 keeps of it."""
+    """List the modules on which ``fully_shard`` was called, each with its FSDP2 state."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # nobody can have called it
+    if fsdp is None:  # fully_shard was never imported
         return []
     kind: Any = fsdp.FSDPModule
     return [(module, module._get_fsdp_state()) for module in modules if isinstance(module, kind)]
 
 
 def _fsdp_groups(state: Any) -> list[Any]:
-    """The groups of parameters that a module of FSDP2 gathers together: at most one in torch 2.11."""
+    """Return the groups of parameters that a module of FSDP2 gathers together: at most one in torch 2.11."""
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def fsdp_policies(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, Any]]:
-    """Those of some modules that ``fully_shard`` was called on, each with its ``MixedPrecisionPolicy``."""
+    """List the modules on which ``fully_shard`` was called, each with its ``MixedPrecisionPolicy``."""
     return [(module, state._mp_policy) for module, state in _fsdp_states(modules)]
 
 
 def set_fsdp_policy(module: torch.nn.Module, policy: Any) -> None:
-    """Give a module of FSDP2 another ``MixedPrecisionPolicy``. It has not run yet, or nothing changes."""
+    """Set the ``MixedPrecisionPolicy`` of a module of FSDP2; without effect after its first forward pass."""
     ((_, state),) = _fsdp_states([module])
     state._mp_policy = policy
     for group in _fsdp_groups(state):
@@ -398,13 +398,13 @@ def set_fsdp_policy(module: torch.nn.Module, policy: Any) -> None:
 
 
 def fsdp_has_run(module: torch.nn.Module) -> bool:
-    """Whether a module of FSDP2 has run a forward pass, and so has read the dtypes of its parameters."""
+    """True if a module of FSDP2 has run a forward pass, in which it reads the dtypes of its parameters."""
     ((_, state),) = _fsdp_states([module])
     return state._is_root is not None
 
 
 def fsdp_params(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
-    """The parameters that FSDP2 gathers together: for each of its groups in a model, by their qualified names."""
+    """Return the parameters that FSDP2 gathers together: for each of its groups, by their qualified names."""
     names = {id(param): name for name, param in model.named_parameters()}
     groups = [group for _, state in _fsdp_states(model.modules()) for group in _fsdp_groups(state)]
     found = [[each.sharded_param for each in group.fsdp_params] for group in groups]
@@ -412,6 +412,6 @@ def fsdp_params(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no values: it is on the meta device, or of a ``FakeTensorMode``."""
+    """True if a tensor has no values: it is on the meta device, or from a ``FakeTensorMode``."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return tensor.device.type == "meta" or (module is not None and isinstance(tensor, module.FakeTensor))
