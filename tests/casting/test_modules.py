@@ -27,7 +27,7 @@ from halfstep.casting.scope import (
     session_casting,
 )
 from halfstep.core.errors import ArgumentTypeError, UsageError
-from halfstep.gradients import master_registry
+from halfstep.gradients import held_masters
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -244,7 +244,7 @@ def test_a_copy_saves_its_own_values_and_the_model_those_of_its_masters(monkeypa
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict({"weight": torch.ones(3, 3)})
     assert len(written) == 1, "what does not fit is not written to the master"
-    assert master_registry.master_of(model.weight) is None
+    assert held_masters.master_of(model.weight) is None
 
 
 def test_a_model_is_exempted_once_and_nothing_else_is() -> None:

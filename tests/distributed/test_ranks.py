@@ -285,9 +285,9 @@ def test_every_rank_gets_the_masters_of_the_first(monkeypatch: pytest.MonkeyPatc
     finder.wrappers.append(Wrapper(weight, bare))
     ranks.find_wrappers([weight, other, bare], [], [weight, other, bare])
     assert finder.broadcasts == [[2.0**-140] * 4]
-    assert keeper.master(weight).tolist() == [[1.0 + 2.0**-12, 2.0 + 2.0**-12], [3.0 + 2.0**-12, 4.0 + 2.0**-12]]
+    assert keeper.find(weight).read().tolist() == [[1.0 + 2.0**-12, 2.0 + 2.0**-12], [3.0 + 2.0**-12, 4.0 + 2.0**-12]]
     assert weight.tolist() == [[1.0, 2.0], [3.0, 4.0]]
-    assert keeper.master(other).tolist() == [0.0], "it is in no wrapper"
+    assert keeper.find(other).read().tolist() == [0.0], "it is in no wrapper"
     version = weight._version
     again = RankSync()
     again.find_wrappers([weight], [], [weight])

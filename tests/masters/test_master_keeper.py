@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from halfstep import amp, optimizers
+from halfstep.gradients import held_masters
 from halfstep.gradients.ledger import set_grads
 from halfstep.gradients.master_registry import keeper_of
 from halfstep.gradients.table import Slot, record_of
@@ -21,19 +22,21 @@ from halfstep.kernels.shards import local
 from halfstep.kernels.storage import SPLIT, Storage, plain
 from halfstep.masters.keeper import MasterKeeper
 from halfstep.masters.outside_writes import StepWrites
+from halfstep.masters.plain import Plain
 from halfstep.masters.split import adapt, master_value
 from tests.support.worlds import BF16, FP32, scaled_step
 
 needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 
 
-class MasteringOptimizer(torch.optim.SGD):
+class MasteringOptimizer(optimizers.FusedSGD):
     """Keeps masters itself."""
 
     asked: Any = None
 
-    def keep_masters(self, started: Any) -> None:
+    def keep_masters(self, started: Any = None) -> None:
         self.asked = started
+        super().keep_masters(started)
 
 
 def params(dtype: torch.dtype) -> tuple[nn.Parameter, nn.Parameter]:
@@ -59,7 +62,7 @@ def test_masters_elsewhere_are_not_made_here() -> None:
     assert (keeper.has(half), keeper.has(single)) == (True, False)
     half.requires_grad_(False)
     assert not keeper.has(half)
-    assert keeper.master(half) is None
+    assert held_masters.master_of(half) is None
     assert keeper.started() == []
     with keeper.in_place():
         assert optimizer.param_groups[0]["params"][0] is half
@@ -69,11 +72,11 @@ def test_plain_masters_are_seen_written_and_in_place_for_a_while() -> None:
     half, single = params(BF16)[0], params(FP32)[0]
     optimizer = torch.optim.SGD([half, single], lr=1.0)
     keeper = MasterKeeper(optimizer, True)
-    assert keeper.master(single) is None
-    rounded = keeper.write_master(half, torch.full((2,), 1.0 + 2.0**-12))
+    assert held_masters.master_of(single) is None
+    rounded = held_masters.write_master(half, torch.full((2,), 1.0 + 2.0**-12))
     assert rounded.tolist() == [1.0, 1.0]
     half.data.copy_(rounded)
-    master = keeper.master(half)
+    master = held_masters.master_of(half)
     assert master is not None
     assert (master.tolist(), master.requires_grad) == ([1.0 + 2.0**-12] * 2, False)
     ((p, started),) = keeper.started()
@@ -220,7 +223,7 @@ def test_a_plain_master_of_a_sharded_weight_takes_what_is_written_to_it(sharded:
     keeper = MasterKeeper(optimizer, True)
     for value in (float("nan"), 1.0):
         local(sharded.detach()).fill_(value)
-        master = keeper.master(sharded)
+        master = held_masters.master_of(sharded)
         assert master is not None
         torch.testing.assert_close(local(master), torch.full((2,), value), equal_nan=True)
     assert keeper.view(sharded).dtype is FP32
@@ -228,9 +231,10 @@ def test_a_plain_master_of_a_sharded_weight_takes_what_is_written_to_it(sharded:
 
 @pytest.mark.parametrize("wrote", ["weight", "master"])
 def test_writes_of_a_step_to_sharded_weights(wrote: str, sharded: nn.Parameter) -> None:
-    master = torch.nn.Parameter(sharded.detach().float())
     writes = StepWrites()
-    writes.begin([Slot(sharded, 0, record_of(sharded), master=master)], [master])
+    beside = Plain(sharded, sharded.detach().float())
+    beside.in_place, master = True, beside.tensor
+    writes.begin([Slot(sharded, 0, record_of(sharded), master=beside)], [master])
     local((sharded if wrote == "weight" else master).detach()).fill_(1.0)
     writes.end()
     assert local(master.detach()).tolist() == [1.0, 1.0]

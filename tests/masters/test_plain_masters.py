@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from halfstep.core.errors import UsageError
+from halfstep.gradients import held_masters
 from halfstep.gradients import master_registry as holders
 from halfstep.gradients.ledger import get_grads, set_grads
-from halfstep.gradients.table import OptimizerTable
-from halfstep.masters.plain import PlainMasters
+from halfstep.gradients.table import OptimizerTable, record_of
+from halfstep.masters.plain import Plain, PlainMasters
 from tests.support.worlds import BF16, FP16
 
 FINE = 1.0 + 2.0**-12  # rounds to 1 in 16 bits
@@ -43,9 +44,9 @@ def step(masters: PlainMasters, optimizer: torch.optim.Optimizer) -> None:
 
 
 def master_of(masters: PlainMasters, p: torch.Tensor) -> float:
-    master = masters.of(p)
+    master = masters.table.master_of(p)
     assert master is not None
-    return float(master.detach()[0])
+    return float(master.read().detach()[0])
 
 
 @in_both_halves
@@ -58,11 +59,11 @@ def test_trainable_16_bit_parameters_have_masters_and_no_others(half: torch.dtyp
     ((p, master),) = masters.pairs()
     assert p is trained
     assert (type(master), master.dtype, master.requires_grad) == (nn.Parameter, torch.float32, True)
-    assert [masters.of(q) is None for q in (trained, frozen, single)] == [False, True, True]
+    assert [masters.table.master_of(q) is None for q in (trained, frozen, single)] == [False, True, True]
     frozen.requires_grad_(True)
     masters.adopt()
-    assert masters.of(trained) is master
-    assert masters.of(frozen) is not None
+    assert masters.table.master_of(trained).read() is master
+    assert masters.table.master_of(frozen) is not None
 
 
 def test_masters_start_from_the_weights_before_they_were_rounded() -> None:
@@ -183,10 +184,9 @@ def test_leaving_twice_does_nothing() -> None:
 def test_state_of_16_bits_becomes_fp32_and_the_rest_stays() -> None:
     p = param()
     optimizer = sgd(p)
-    masters = plain_masters(optimizer)
     buffer, count = torch.ones(2, dtype=BF16), torch.tensor(3)
     optimizer.state[p] = {"momentum_buffer": buffer, "count": count, "name": "p"}
-    masters.adopt()
+    plain_masters(optimizer)
     state = optimizer.state[p]
     assert (state["momentum_buffer"].dtype, state["count"], state["name"]) == (torch.float32, count, "p")
 
@@ -238,9 +238,9 @@ def test_a_written_parameter_is_the_truth_and_the_rest_keeps_its_bits(half: torc
     masters = plain_masters(optimizer, {id(p): torch.full((2,), FINE)})
     masters.adopt()
     p[0] = 5.0
-    assert masters.of(p).tolist() == [5.0, FINE]
+    assert masters.table.master_of(p).read().tolist() == [5.0, FINE]
     p.data[0] = 6.0  # leaves no version
-    assert masters.of(p).tolist() == [6.0, FINE]
+    assert masters.table.master_of(p).read().tolist() == [6.0, FINE]
     with torch.enable_grad():
         step(masters, optimizer)
     assert p.tolist() == [6.0, 1.0]
@@ -268,10 +268,10 @@ def test_a_write_sets_the_master_and_returns_what_is_to_be_written_to_the_parame
         optimizer = sgd(p)
         masters = plain_masters(optimizer)
         masters.adopt()
-        rounded = masters.write(p, torch.tensor([2.0, 3.0 + 2.0**-11]))
+        rounded = masters.table.master_of(p).write(torch.tensor([2.0, 3.0 + 2.0**-11]))
         assert (rounded.dtype, rounded.tolist()) == (half, [2.0, 3.0])
         p.copy_(rounded)
-        assert masters.of(p).tolist() == [2.0, 3.0 + 2.0**-11]
+        assert masters.table.master_of(p).read().tolist() == [2.0, 3.0 + 2.0**-11]
 
 
 WRITES: dict[str, Any] = {
@@ -296,7 +296,7 @@ def test_a_written_parameter_is_found_by_its_value(write: str, reader: str, half
         masters.adopt()
         WRITES[write](p)
         if reader == "of":
-            assert [masters.of(q).tolist() for q in (p, other)] == [[value] * 2, [FINE] * 2]
+            assert [masters.table.master_of(q).read().tolist() for q in (p, other)] == [[value] * 2, [FINE] * 2]
         elif reader == "a step":
             with torch.enable_grad():
                 step(masters, optimizer)
@@ -364,7 +364,7 @@ def test_a_parameter_that_changed_its_dtype_is_refused() -> None:
     masters = plain_masters(optimizer)
     masters.adopt()
     p.data = p.data.float()
-    with pytest.raises(UsageError, match=r"weight of shape \(2,\) was bfloat16 .* is float32 now"):
+    with pytest.raises(UsageError, match=r"weight of shape \(2,\) was cast to bfloat16 and is float32 now"):
         masters.pairs()
 
 
@@ -390,15 +390,15 @@ def test_a_resting_master_hears_of_writes_and_comes_back() -> None:
     optimizer = sgd(p, q)
     masters = plain_masters(optimizer, {id(p): torch.full((2,), FINE)})
     masters.adopt()
-    master = masters.of(p)
+    master = masters.table.master_of(p)
     optimizer.param_groups[0]["params"] = [q]
     step(masters, optimizer)
     with torch.no_grad():
         p[0] = 5.0
-    assert masters.of(p).tolist() == [5.0, FINE]
+    assert masters.table.master_of(p).read().tolist() == [5.0, FINE]
     optimizer.param_groups[0]["params"] = [q, p]
     masters.adopt()
-    assert masters.of(p) is master
+    assert masters.table.master_of(p) is master
 
 
 def test_a_resting_master_goes_with_its_parameter() -> None:
@@ -406,7 +406,7 @@ def test_a_resting_master_goes_with_its_parameter() -> None:
     optimizer = sgd(p, q)
     masters = plain_masters(optimizer)
     masters.adopt()
-    master = weakref.ref(masters.of(p))
+    master = weakref.ref(masters.table.master_of(p).read())
     optimizer.param_groups[0]["params"] = [q]
     step(masters, optimizer)
     step(masters, optimizer)
@@ -420,40 +420,38 @@ def test_a_resting_master_goes_with_its_parameter() -> None:
 
 
 class Keeper:
-    def __init__(self, value: torch.Tensor | None) -> None:
-        self.value = value
+    replicated = False
 
-    def master(self, p: torch.Tensor) -> torch.Tensor | None:
-        return self.value
+    def __init__(self, p: torch.Tensor, value: torch.Tensor | None) -> None:
+        self.there = None if value is None else Plain(p, value)
 
-    def write_master(self, p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        self.value = value
-        return value.to(p.dtype)
+    def find(self, p: torch.Tensor) -> Plain | None:
+        return self.there
 
 
 def test_the_first_holder_that_lives_is_asked() -> None:
-    p, one, two = param(), Keeper(torch.ones(2)), Keeper(torch.zeros(2))
+    p = param()
+    one, two = Keeper(p, torch.full((2,), FINE)), Keeper(p, None)
     assert holders.keeper_of(p) is None
-    assert holders.master_of(p) is None
-    assert holders.write_master(p, torch.ones(2)) is None
+    assert held_masters.master_of(p) is None
+    assert held_masters.write_master(p, torch.ones(2)) is None
     for keeper in (one, two):
         holders.register([p], keeper)
     assert holders.keeper_of(p) is one
-    assert holders.master_of(p) is one.value
-    assert holders.write_master(p, torch.full((2,), FINE)).tolist() == [1.0, 1.0]
-    assert one.value.tolist() == [FINE, FINE]
+    assert held_masters.master_of(p).tolist() == [FINE, FINE]
+    assert held_masters.write_master(p, torch.full((2,), 2 + FINE)).tolist() == [3.0, 3.0]
+    p.data.fill_(3.0)
+    assert held_masters.master_of(p).tolist() == [2 + FINE] * 2
     del one, keeper
     gc.collect()
     assert holders.keeper_of(p) is two
-    two.value = None
-    assert holders.write_master(p, torch.ones(2)) is None
-    assert two.value is None
+    assert held_masters.write_master(p, torch.ones(2)) is None
 
 
 def test_a_parameter_does_not_collect_the_dead() -> None:
     p = param()
     for _ in range(4):
-        keeper = Keeper(None)
+        keeper = Keeper(p, None)
         holders.register([p], keeper)
         holders.register([p], keeper)
-    assert len(holders._KEEPERS[p]) <= 2
+    assert len(record_of(p).keepers) <= 2

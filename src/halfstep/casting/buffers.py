@@ -11,6 +11,7 @@ from torch import nn
 from ..core.dtypes import is_half
 from ..core.torch_compat import buffers_of
 from ..gradients.master_registry import register
+from ..gradients.table import Master
 from .first_passes import FirstPasses
 
 __all__ = ["POSITIONS", "UpdatedBuffers", "buffers_to_keep"]
@@ -49,6 +50,23 @@ def _is_destroyed(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool((((cast == 0) & (buffer != 0)) | (cast.isinf() & buffer.isfinite())).any())
 
 
+class _KeptBuffer(Master):
+    """The fp32 value of a buffer before it was cast."""
+
+    def __init__(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
+        super().__init__(buffer)
+        self.value = value
+
+    def read(self) -> torch.Tensor:
+        """The buffer in fp32: with the digits that were kept, where its number is still the cast of these."""
+        return _widened(self.param, self.value)
+
+    def write(self, value: torch.Tensor) -> torch.Tensor:
+        """Keep a value that is loaded."""
+        self.value = value.detach().float().clone()
+        return value.to(self.param.dtype)
+
+
 class UpdatedBuffers:
     """Makes those buffers fp32 that a model updates in its first training pass: running means, codebooks, counters.
 
@@ -66,27 +84,18 @@ class UpdatedBuffers:
     replicated = False
 
     def __init__(self, kept: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        self.kept = dict(kept)
-        self.saved_elsewhere: set[int] = set()
+        self.kept = {buffer: _KeptBuffer(buffer, value) for buffer, value in kept.items()}
         self.before: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self.changed: dict[str, torch.Tensor] | None = None
         register(self.kept, self)
 
-    def has(self, buffer: torch.Tensor) -> bool:
-        """True if the fp32 value of a buffer was kept."""
-        return buffer in self.kept
+    def find(self, buffer: torch.Tensor) -> Master | None:
+        """The fp32 value of a buffer; None if it was not kept."""
+        return self.kept.get(buffer)
 
-    def master(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A buffer in fp32: with the digits that were kept, where the 16-bit number is still the cast of these."""
-        return _widened(buffer, self.kept[buffer])
-
-    def write_master(self, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Keep a value that is loaded; see ``Keeper``."""
-        self.kept[buffer] = value.detach().float().clone()
-        return value.to(buffer.dtype)
-
-    view = stored = master
-    store = write_master
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A buffer in fp32."""
+        return self.kept[buffer].read()
 
     def begin(self, model: nn.Module, passes: FirstPasses) -> bool:
         """A training pass begins. Returns True if buffers are in their last dtype from now on."""
@@ -96,7 +105,7 @@ class UpdatedBuffers:
             return False
         for path, old in self.changed.items():
             buffer = model.get_buffer(path)
-            wide = _widened(buffer, self.kept[old])
+            wide = _widened(buffer, self.kept[old].value)
             if buffer is old:
                 buffer.data = wide
             else:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..core.callers import caller_in
-from ..core.dtypes import dtype_name, parse_dtype
+from ..core.dtypes import cast_error, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, NotScriptableError, UsageError
 from ..core.torch_compat import BatchNorm, forward_hooks, hook_tables, jit_tracing_state
 from ..gradients.held_masters import WITH_MEMORY, settle
@@ -207,12 +207,7 @@ def _check_weight(module: Any, name: str, dtype: torch.dtype, *, meets: bool) ->
             "cast, so the weights that you update may stay fp32. Or call it on a model in fp32: "
             "amp.master_model(model), or O1, whose weights are fp32."
         )
-    raise UsageError(
-        f"The weight {name} was cast to {dtype_name(dtype)} and is {dtype_name(weight.dtype)} now: model.float(), "
-        "half() or to(dtype) was called after amp.initialize or amp.decorate, or another weight was put in its place, "
-        "as load_state_dict(assign=True) does. Leave the dtypes to the level, and leave out assign=True: "
-        "model.state_dict() is fp32 as it is, and amp.master_model(model) is an fp32 copy."
-    )
+    raise cast_error(name, dtype, weight.dtype)
 
 
 def exempt(model: M) -> M:

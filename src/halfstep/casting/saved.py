@@ -10,7 +10,8 @@ from torch import nn
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import UsageError
 from ..core.torch_compat import buffers_of, parameters_of, public_hook
-from ..gradients.master_registry import is_saved_elsewhere, master_of, write_master
+from ..gradients.held_masters import master_of, write_master
+from ..gradients.master_registry import is_saved_elsewhere
 
 __all__ = ["SaveAs", "load_masters"]
 

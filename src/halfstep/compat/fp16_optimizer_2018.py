@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..gradients.held_masters import write_master
 from . import fp16_utils
 from .optimizer_wrapper import forwarded
 
@@ -150,7 +151,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
             for group, pieces in zip(groups, values, strict=True):
                 for param, value in zip(group, pieces, strict=True):
                     has = self._attached.keeper.has(param)
-                    param.copy_(self._attached.keeper.write_master(param, value.to(param.device)) if has else value)
+                    param.copy_(write_master(param, value.to(param.device)) if has else value)  # type: ignore[arg-type]
 
 
 def _pieces(saved: Any, group: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -6,12 +6,13 @@ from typing import Literal
 
 import torch
 
-from .errors import ArgumentTypeError, ArgumentValueError
+from .errors import ArgumentTypeError, ArgumentValueError, UsageError
 
 __all__ = [
     "DTYPES_BY_NAME",
     "HALF_DTYPES",
     "StateForm",
+    "cast_error",
     "default_half",
     "dtype_name",
     "is_half",
@@ -46,6 +47,22 @@ DTYPES_BY_NAME = {
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of a dtype: ``torch.bfloat16`` is ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
+
+
+def cast_error(weight: str, was: torch.dtype, now: torch.dtype) -> UsageError:
+    """Say that a weight was cast after the level had chosen its dtype.
+
+    Args:
+        weight: its name, or its shape.
+        was: the dtype that the level gave it.
+        now: the dtype that it has.
+    """
+    return UsageError(
+        f"The weight {weight} was cast to {dtype_name(was)} and is {dtype_name(now)} now: model.float(), half() or "
+        "to(dtype) was called after amp.initialize or amp.decorate, or another weight was put in its place, as "
+        "load_state_dict(assign=True) does. Leave the dtypes to the level, and leave out assign=True: "
+        "model.state_dict() is fp32 as it is, and amp.master_model(model) is an fp32 copy."
+    )
 
 
 def parse_dtype(dtype: torch.dtype | str, name: str = "dtype") -> torch.dtype:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ..core.dtypes import is_half
+from ..gradients.held_masters import master_of, write_master
 from ..gradients.ledger import get_grads, set_grads
-from ..gradients.master_registry import master_of, write_master
 from ..kernels.multi_tensor import group_rows
 
 __all__ = ["average_gradients", "share_masters"]

@@ -22,9 +22,11 @@ from ..core.torch_compat import DisableTorchFunction, StorageWeakRef, storage_of
 from ..kernels.shards import is_sharded, local, rewrapped
 from .async_reader import capturing
 from .ledger import get_grads, set_grads, widen
-from .master_registry import keeper_of
+from .master_registry import find_master
+from .snapshot import bits
+from .table import Master
 
-__all__ = ["WITH_MEMORY", "HeldMasters", "MasterParameter", "settle"]
+__all__ = ["WITH_MEMORY", "MasterParameter", "hold", "keep_held", "master_of", "settle", "write_master"]
 
 
 class MasterParameter(torch.nn.Parameter):
@@ -89,98 +91,64 @@ class UnreadMaster(MasterParameter):
         return func(*args, **(kwargs or {}))
 
     def _ordinary(self) -> torch.nn.Parameter:
-        keeper = keeper_of(self.weight)
-        value = None if keeper is None else keeper.stored(self.weight)
-        return torch.nn.Parameter(_fp32_like(self.weight, value))
+        return torch.nn.Parameter(_fp32_like(self.weight, find_master(self.weight)))
 
 
-class HeldMasters:
-    """The masters of one optimizer that users hold.
+def hold(master: Master, owner: object) -> torch.Tensor:
+    """The master of a weight as a parameter; the same object as long as somebody holds it.
 
     A master with memory is kept until it is settled, so that no write is lost if its last user drops it, and held
     weakly from then on. Its memory counts, not the object: a view, a ``detach()`` or an array of it holds it too.
+
+    Args:
+        master: of a weight.
+        owner: what must live as long as the master is not read, so that it can be: the optimizer.
     """
+    weight = master.param
+    held: Any = None if master.held is None else master.held()
+    if held is None:
+        held = _sharded(master) if is_sharded(weight) else _unread(master, owner)
+    if is_sharded(weight):  # no property of a DTensor can be replaced
+        widen([weight])
+        (held.grad,) = get_grads([weight])
+    return held  # type: ignore[no-any-return]
 
-    def __init__(self) -> None:
-        self._unread: dict[int, TensorWeakRef] = {}
-        self._in_memory: dict[int, _InMemory] = {}
 
-    def of(self, weight: torch.Tensor, owner: object) -> torch.Tensor:
-        """The master of a weight as a parameter; the same object as long as somebody holds it.
+def _unread(master: Master, owner: object) -> UnreadMaster:
+    empty = torch.empty(0, dtype=torch.float32, device=master.param.device)
+    made: UnreadMaster = subclass_over(UnreadMaster, empty, True)
+    made.weight = master.param
 
-        Args:
-            weight: one whose keeper has a master of it.
-            owner: what must live as long as the master is not read, so that it can be: the optimizer.
-        """
-        found = self._in_memory.get(id(weight))
-        master = self._known(weight) if found is None else found.master()
-        if master is None:
-            master = self._sharded(weight) if is_sharded(weight) else self._made(weight, owner)
-        if is_sharded(weight):  # no property of a DTensor can be replaced
-            widen([weight])
-            (master.grad,) = get_grads([weight])
-        return master
+    def fill(made: UnreadMaster, _owner: object = owner) -> None:
+        with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
+            weight: torch.Tensor = made.weight
+            stored = find_master(weight)
+            value = _fp32_like(weight, stored)
+            made.__class__ = MasterParameter  # type: ignore[assignment]
+            del made.fill
+            made.data = value
+            if stored is not None:
+                keep_held(stored, _InMemory(weight, made, value.clone()))
 
-    def _known(self, weight: torch.Tensor) -> torch.Tensor | None:
-        ref = self._unread.get(id(weight))
-        master: Any = None if ref is None else ref()
-        return master if master is not None and master.weight is weight else None
+    made.fill = fill
+    keep_held(master, TensorWeakRef(made))
+    return made
 
-    def _made(self, weight: torch.Tensor, owner: object) -> UnreadMaster:
-        empty = torch.empty(0, dtype=torch.float32, device=weight.device)
-        master: UnreadMaster = subclass_over(UnreadMaster, empty, True)
-        master.weight = weight
 
-        def fill(master: UnreadMaster, _owner: object = owner) -> None:
-            with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
-                self._fill(master)
+@torch.no_grad()
+def _sharded(master: Master) -> torch.Tensor:
+    """The master of a ``DTensor``, which has memory from the start."""
+    value = torch.empty_like(local(master.param.detach()), dtype=torch.float32).copy_(local(master.read()))
+    made: Any = torch.nn.Parameter(rewrapped(value, master.param))
+    made.weight = master.param
+    keep_held(master, _InMemory(master.param, made, value.clone()))
+    return made  # type: ignore[no-any-return]
 
-        master.fill = fill
-        self._unread[id(weight)] = TensorWeakRef(master)
-        return master
 
-    def _fill(self, master: UnreadMaster) -> None:
-        weight: torch.Tensor = master.weight
-        keeper = keeper_of(weight)
-        value = _fp32_like(weight, None if keeper is None else keeper.stored(weight))
-        master.__class__ = MasterParameter  # type: ignore[assignment]
-        del master.fill
-        master.data = value
-        self._hold(weight, master, value)
-
-    @torch.no_grad()
-    def _sharded(self, weight: torch.Tensor) -> torch.Tensor:
-        """The master of a ``DTensor``, which has memory from the start."""
-        keeper = keeper_of(weight)
-        assert keeper is not None
-        value = _fp32_like(local(weight), local(keeper.stored(weight)))  # type: ignore[arg-type]
-        master: Any = torch.nn.Parameter(rewrapped(value, weight))
-        master.weight = weight
-        self._hold(weight, master, value)
-        return master  # type: ignore[no-any-return]
-
-    def _hold(self, weight: torch.Tensor, master: torch.Tensor, value: torch.Tensor) -> None:
-        self._unread.pop(id(weight), None)
-        self._in_memory[id(weight)] = _InMemory(weight, master, value.clone())
-        WITH_MEMORY.add(self)
-
-    @property
-    def capturing(self) -> bool:
-        """Whether a CUDA graph of steps on the device of these masters is being recorded."""
-        return any(capturing(held.device) for held in list(self._in_memory.values())[:1])
-
-    def settle(self, weight: torch.Tensor | None, *, refresh: bool) -> None:
-        """``settle`` for these masters."""
-        for key in list(self._in_memory) if weight is None else self._in_memory.keys() & {id(weight)}:
-            try:
-                is_held = self._in_memory[key].settle(refresh=refresh)
-            except UsageError:
-                del self._in_memory[key]  # it can be the master no more; after any other error it still is
-                raise
-            if not is_held:
-                del self._in_memory[key]
-        if not self._in_memory:
-            WITH_MEMORY.discard(self)
+def keep_held(master: Master, held: Any) -> None:
+    """Let users hold a master from now on: by an ``_InMemory``, or by a reference to one that was not read."""
+    master.held = held
+    (WITH_MEMORY.add if isinstance(held, _InMemory) else WITH_MEMORY.discard)(master)
 
 
 class _InMemory:
@@ -194,7 +162,6 @@ class _InMemory:
 
     def __init__(self, weight: torch.Tensor, master: torch.Tensor, before: torch.Tensor) -> None:
         self._weight = weight
-        self.device = weight.device
         self._before = before
         self._version = master._version
         self._kept: torch.Tensor | None = master  # until it is settled
@@ -202,7 +169,7 @@ class _InMemory:
         self._memory = StorageWeakRef(local(master.detach()).untyped_storage())
         self._place = _place_of(master)
 
-    def master(self) -> torch.Tensor | None:
+    def __call__(self) -> torch.Tensor | None:
         """The parameter, or a new one if only its memory lives; None if nobody has it any more."""
         master = self._kept if self._kept is not None else self._ref()
         if master is None and not is_sharded(self._weight):
@@ -216,41 +183,38 @@ class _InMemory:
 
     def settle(self, *, refresh: bool) -> bool:
         """``settle`` for this master. Returns whether anybody but this holds it."""
-        master, keeper = self.master(), keeper_of(self._weight)
-        if master is None or keeper is None:
+        master, stored = self(), find_master(self._weight)
+        if master is None or stored is None:
             return master is not None
         if master.shape != self._weight.shape:
             raise UsageError(
                 f"The master of a weight of shape {tuple(self._weight.shape)} was given data of shape "
                 f"{tuple(master.shape)}. Give it data of the shape of its weight."
             )
-        self._exchange(master, keeper, refresh=refresh)
+        self._exchange(master, stored, refresh=refresh)
         self._version, self._place = master._version, _place_of(master)
         self._memory = StorageWeakRef(local(master.detach()).untyped_storage())
         self._kept = None
         del master
         return self._ref() is not None or storage_of(self._memory) is not None
 
-    def _exchange(self, master: Any, keeper: Any, *, refresh: bool) -> None:
+    def _exchange(self, master: Any, source: Master, *, refresh: bool) -> None:
         """Elements that were written go to the stored master and the weight, all others come from there."""
         weight, before = self._weight, self._before
         if master.dtype is not torch.float32 or master.device != weight.device:  # by ``master.data = ...``
             master.data = master.data.to(weight.device, torch.float32)
         now = local(master.detach())
-        unwritten = now.device.type == "cpu" and torch.equal(_bits(now), _bits(before))
+        unwritten = now.device.type == "cpu" and torch.equal(bits(now), bits(before))
         if unwritten and not refresh:
             return
-        stored = keeper.stored(weight)
-        if stored is None:
-            return
-        stored = local(stored)
+        stored = local(source.read().detach())
         if unwritten:
-            if not torch.equal(_bits(stored), _bits(before)):
+            if not torch.equal(bits(stored), bits(before)):
                 now.copy_(stored)
                 before.copy_(stored)
             return
-        value = torch.where(_bits(now) != _bits(before), now, stored)
-        rounded = keeper.store(weight, rewrapped(value, weight))
+        value = torch.where(bits(now) != bits(before), now, stored)
+        rounded = source.write(rewrapped(value, weight))
         # A new version makes a saved forward pass fail, so there is none where it is not known that something changed:
         # looking at values that are on a device would wait for it.
         (weight if master._version != self._version else weight.data).copy_(rounded)
@@ -258,23 +222,46 @@ class _InMemory:
         before.copy_(value)
 
 
-WITH_MEMORY: weakref.WeakSet[HeldMasters] = weakref.WeakSet()
+WITH_MEMORY: weakref.WeakSet[Master] = weakref.WeakSet()
 """Those that have something to settle, of every optimizer."""
 
 
 def settle(weight: torch.Tensor | None = None, *, refresh: bool = True) -> None:
-    """Settle the master of one weight, or all that have memory: of every optimizer, as a script may hold several's."""
+    """Settle the master of one weight, or all that have memory: of every optimizer, as a script may hold several's.
+
+    Nothing is settled while a CUDA graph of steps on the device of a master is being recorded.
+    """
     if not WITH_MEMORY:
         return
+    found = WITH_MEMORY if weight is None else WITH_MEMORY & {find_master(weight)}
     with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
-        for held in list(WITH_MEMORY):
-            if not held.capturing:
-                held.settle(weight, refresh=refresh)
+        for master in [each for each in found if not capturing(each.param.device)]:
+            try:
+                is_held = master.held.settle(refresh=refresh)
+            except UsageError:
+                keep_held(master, None)  # it can be the master no more; after any other error it still is
+                raise
+            if not is_held:
+                keep_held(master, None)
 
 
-def _fp32_like(weight: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
-    """A new fp32 tensor that lies in memory as the weight does, with a value, or that of the weight."""
-    source = weight.detach() if value is None else value
+def master_of(param: torch.Tensor) -> torch.Tensor | None:
+    """The fp32 value of a parameter's master; None if it has none."""
+    settle(param)
+    master = find_master(param)
+    return None if master is None else master.read().detach()
+
+
+def write_master(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+    """Set the master of a parameter. Returns what to write to the parameter itself; None if it has no master."""
+    settle(param)
+    master = find_master(param)
+    return None if master is None else master.write(value)
+
+
+def _fp32_like(weight: torch.Tensor, master: Master | None) -> torch.Tensor:
+    """A new fp32 tensor that lies in memory as the weight does, with the value of a master, or else of the weight."""
+    source = weight.detach() if master is None else master.read()
     return torch.empty_like(weight.detach(), dtype=torch.float32).copy_(source)
 
 
@@ -282,7 +269,3 @@ def _place_of(master: torch.Tensor) -> tuple[Any, ...]:
     """Where a tensor lies in its storage."""
     here = local(master.detach())
     return here.storage_offset(), here.shape, here.stride()
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int32)

@@ -15,12 +15,22 @@ from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..core.dtypes import HALF_DTYPES
 from ..kernels.shards import ORDINARY, is_sharded
 
-__all__ = ["REDUCTIONS", "GradRecord", "OptimizerTable", "Reduces", "Slot", "record_of", "reduced_params"]
+__all__ = [
+    "REDUCTIONS",
+    "GradRecord",
+    "Keeper",
+    "Master",
+    "OptimizerTable",
+    "Reduces",
+    "Slot",
+    "record_of",
+    "reduced_params",
+]
 
 
 class Reduces(Protocol):
@@ -37,20 +47,40 @@ REDUCTIONS: list[Reduces] = []
 """The all-reduces of the living wrappers, in the order in which these were made, which is the same on every rank."""
 
 
+class Keeper(Protocol):
+    """Keeps masters of some parameters, or fp32 values of some buffers.
+
+    Attributes:
+        replicated: True if it has all masters, which are then to be the same on every rank.
+    """
+
+    replicated: bool
+
+    def find(self, param: torch.Tensor) -> Master | None:
+        """The master of a parameter; None if it has none."""
+
+    def view(self, param: torch.Tensor) -> torch.Tensor:
+        """The master of a parameter as a parameter; see ``held_masters``."""
+
+
 @dataclass(slots=True, eq=False)
 class GradRecord:
-    """State of the gradient of one parameter, whichever optimizers have the parameter.
+    """State of the gradient of one parameter, whichever optimizers have the parameter, and where its master is.
 
     Attributes:
         saved: the gradient that is set aside while a block is open.
         block: a weak reference to the open block in which one optimizer has taken the gradient. Until the block is
             closed, or gone after an interrupt, other optimizers with the same parameter leave its gradient alone.
         image: before torch 2.13, an fp32 gradient that stands behind the 16-bit ``p.grad``; see ``ledger``.
+        keepers: weak references to what keeps a master of the parameter; see ``master_registry``.
+        saved_by_model: True if the state dict of the model has the master, so that of the optimizer needs none.
     """
 
     saved: torch.Tensor | None = None
     block: weakref.ref[object] | None = None
     image: Any = None
+    keepers: list[weakref.ref[Keeper]] = field(default_factory=list)
+    saved_by_model: bool = False
 
 
 _RECORDS: MutableMapping[torch.Tensor, GradRecord] = WeakIdKeyDictionary()
@@ -62,6 +92,47 @@ def record_of(param: torch.Tensor) -> GradRecord:
     if found is None:
         found = _RECORDS[param] = GradRecord()
     return found
+
+
+class Master:
+    """The fp32 number behind a 16-bit parameter: beside the optimizer (``masters/plain.py``) or in the state of a fused
+    one (``masters/split.py``). Optimizers that share a parameter share it.
+
+    Args:
+        param: the parameter, which is the master rounded unless something has written to it since. It is not kept
+            alive, because the master of a parameter that was taken out of the optimizer waits for it.
+
+    Attributes:
+        held: what users hold of it, for ``held_masters``; None if they hold nothing.
+    """
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self._param = TensorWeakRef(param)
+        self.held: Any = None
+
+    @property
+    def param(self) -> torch.Tensor:
+        """The parameter."""
+        param: torch.Tensor | None = self._param()
+        assert param is not None
+        return param
+
+    @property
+    def exists(self) -> bool:
+        """True if there is a value that the parameter does not say."""
+        return True
+
+    def read(self) -> torch.Tensor:
+        """The value, with what was written to the parameter. It may be the master's own memory."""
+        raise NotImplementedError
+
+    def write(self, value: torch.Tensor) -> torch.Tensor:
+        """Set the value. Returns what to write to the parameter, in its dtype."""
+        raise NotImplementedError
+
+    def unsaved(self) -> torch.Tensor | None:
+        """The value, if the state of the optimizer does not have it."""
+        return self.read().detach()
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +147,7 @@ class Slot:
         reduced: True if ranks reduce its gradient, in a wrapper's bucket or because it is sharded. Buckets and shards
             take gradients of the parameter's own dtype only.
         since: the generation of the table with which the parameter came to the optimizer.
-        master: the fp32 copy of a 16-bit parameter, where masters are kept beside the optimizer.
-        cast_dtype: the dtype that the parameter had when its master was made.
+        master: the fp32 number behind a 16-bit parameter; None without one, or if another rank has it.
         steps_master: True once a step has written to the master. A step that has done so always does, so nothing is
             asked about this weight any more.
     """
@@ -88,8 +158,7 @@ class Slot:
     fp32: bool = False
     reduced: bool = False
     since: int = 0
-    master: torch.nn.Parameter | None = None
-    cast_dtype: torch.dtype | None = None
+    master: Master | None = None
     steps_master: bool = False
 
 
@@ -104,6 +173,7 @@ class OptimizerTable:
     Attributes:
         optimizer: a weak reference to the optimizer.
         fp32_grads: True if gradients of 16-bit parameters are to be fp32, because the parameters have masters.
+        new_master: makes the master of a 16-bit parameter that has none yet; None if it is to have none.
         slots: the rows, in the order of the groups.
         params: the parameters of the rows.
         generation: a number that is unique in the process; it is another one after each change.
@@ -115,13 +185,14 @@ class OptimizerTable:
 
     optimizer: Callable[[], Any]
     fp32_grads: bool = False
+    new_master: Callable[[torch.Tensor], Master | None] | None = None
     slots: list[Slot] = field(default_factory=list)
     params: list[torch.Tensor] = field(default_factory=list)
     generation: int = 0
     reduces: bool = False
     frozen: bool = False
     _by_id: dict[int, Slot] = field(default_factory=dict)
-    _gone: MutableMapping[torch.Tensor, torch.nn.Parameter] = field(default_factory=WeakIdKeyDictionary)
+    _gone: MutableMapping[torch.Tensor, Master] = field(default_factory=WeakIdKeyDictionary)
     _kinds: list[Any] = field(default_factory=list)
     _wrappers: list[Reduces] = field(default_factory=list)
 
@@ -141,7 +212,15 @@ class OptimizerTable:
             reduced: True if ranks reduce their gradients.
         """
         slots = [Slot(param, 0, record_of(param), fp32=True, reduced=reduced) for param in params]
-        return cls(lambda: None, True, slots, list(params), reduces=reduced)
+        return cls(lambda: None, True, None, slots, list(params), reduces=reduced)
+
+    def start(self, new_master: Callable[[torch.Tensor], Master | None] | None, *, fp32_grads: bool) -> list[Slot]:
+        """Make all columns anew, with other masters."""
+        self.new_master, self.fp32_grads, self._kinds = new_master, fp32_grads, []
+        self._gone.clear()
+        for slot in self.slots:
+            slot.master = None
+        return self.refresh()
 
     def refresh(self) -> list[Slot]:
         """Bring the rows up to date with the groups, and with the wrappers around parameters.
@@ -169,6 +248,8 @@ class OptimizerTable:
                     slot = Slot(param, group, record_of(param), since=generation, master=master)
                 slot.group, slot.reduced = group, id(param) in reduced
                 slot.fp32 = self.fp32_grads and param.dtype in HALF_DTYPES
+                if slot.master is None and self.new_master is not None and param.dtype in HALF_DTYPES:
+                    slot.master = self.new_master(param)
                 slots.append(slot)
                 found[id(param)] = slot
         for slot in self.slots:
@@ -183,8 +264,8 @@ class OptimizerTable:
         """The row of a parameter; None if it has none."""
         return self._by_id.get(id(param))
 
-    def master_of(self, param: torch.Tensor) -> torch.nn.Parameter | None:
-        """The plain master of a parameter, also of one that was taken out of the optimizer; None without one."""
+    def master_of(self, param: torch.Tensor) -> Master | None:
+        """The master of a parameter, also of one that was taken out of the optimizer; None without one."""
         slot = self._by_id.get(id(param))
         return slot.master if slot is not None else self._gone.get(param) if self._gone else None
 

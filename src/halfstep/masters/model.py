@@ -13,7 +13,7 @@ from ..casting.modules import ModuleHooks, remove_hooks
 from ..core.checks import check_kind
 from ..core.errors import UsageError
 from ..core.torch_compat import forward_hooks
-from ..gradients.master_registry import keeper_of
+from ..gradients.master_registry import find_master, keeper_of
 
 __all__ = ["master_model"]
 
@@ -60,9 +60,9 @@ def master_model(model: nn.Module) -> nn.Module:
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype not in (torch.float16, torch.bfloat16):
         return tensor
-    keeper: Any = keeper_of(tensor)
-    master: torch.Tensor = tensor if keeper is None or not keeper.has(tensor) else keeper.view(tensor)
-    if master is not tensor:
+    keeper, stored = keeper_of(tensor), find_master(tensor)
+    if keeper is not None and stored is not None and stored.exists:
+        master = keeper.view(tensor)
         master.detach()  # has memory from here on: exports and transforms of models read it past Python
         return master
     wide = tensor.detach().float()

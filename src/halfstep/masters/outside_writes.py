@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ..core.errors import UsageError
+from ..gradients.snapshot import Snapshot
 from ..gradients.table import Slot
 from ..kernels.expr import elementwise_kernel
 from ..kernels.launch import launch
 from ..kernels.multi_tensor import group_rows
-from ..kernels.shards import local
 from ..kernels.storage import dense, honoured, plain
 from ..kernels.tensor_table import TensorTable
 
@@ -34,26 +34,24 @@ def honour_kernel(master: Any, weight: Any) -> dict[str, Any]:
 class OutsideWrites:
     """Writes between two steps: one kernel for each kind of weights copies them into the masters.
 
-    The tables of the kernels are kept for a generation, unless a tensor moves in memory: ``p.data = x`` moves one.
+    The tables of the kernels are kept, unless a tensor moves in memory: ``p.data = x`` moves one.
+
+    Args:
+        weights: 16-bit weights.
+        masters: the master of each.
     """
 
-    def __init__(self) -> None:
-        self._generation = -1
+    def __init__(self, weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
+        self._weights, self._masters = weights, masters
         self._tables: list[tuple[list[torch.Tensor], TensorTable]] = []
 
     @torch.no_grad()
-    def honour(self, weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], generation: int) -> None:
-        """``master = honoured(master, weight)`` for each pair.
-
-        Args:
-            weights: 16-bit weights.
-            masters: the master of each.
-            generation: a number that changes when other tensors are given.
-        """
-        if generation != self._generation or not all(table.renew(mine) for mine, table in self._tables):
+    def honour(self) -> None:
+        """``master = honoured(master, weight)`` for each pair."""
+        if not self._tables or not all(table.renew(mine) for mine, table in self._tables):
+            weights, masters = self._weights, self._masters
             kinds = group_rows(weights)
             self._tables = [_table([weights[i] for i in rows], [masters[i] for i in rows]) for rows in kinds]
-            self._generation = generation
         for _, table in self._tables:
             launch(table, honour_kernel, {})
 
@@ -67,14 +65,18 @@ class StepWrites:
     """Writes of a step to weights instead of masters: an optimizer that keeps its own list of weights makes them."""
 
     def __init__(self) -> None:
-        self._before: list[_Before] = []
+        self._before: list[tuple[Slot, Snapshot, Snapshot]] = []  # weights and masters of these rows
         self._steps_masters = False  # a step has written to some master
         self._idle = -1  # grows with steps that changed no master; the first may have changed no version all the same
 
     def begin(self, slots: Sequence[Slot], grads: Sequence[torch.Tensor | None]) -> None:
         """Before a step: note the weights that have gradients, and masters that no step has written to yet."""
-        unknown = [s for s, grad in zip(slots, grads, strict=True) if grad is not None and not s.steps_master]
-        self._before = [_Before(s, by_value=s.param.device.type == "cpu" or self._idle >= 0) for s in unknown]
+        self._before = []
+        for slot, grad in zip(slots, grads, strict=True):
+            if grad is not None and slot.master is not None and not slot.steps_master:
+                looks = slot.param.device.type == "cpu" or self._idle >= 0
+                both = [Snapshot(each, by_value=looks) for each in (slot.param, slot.master.read())]
+                self._before.append((slot, both[0], both[1]))
 
     def check(self, optimizer: Any) -> None:
         """After a step of an optimizer whose step is its own: it has to change masters.
@@ -84,18 +86,18 @@ class StepWrites:
         """
         if not self._before or self._idle >= _IDLE:
             return
-        moved = [each.master_has_moved() for each in self._before]
-        for each, has_moved in zip(self._before, moved, strict=True):
-            if each.weight._version != each.versions[0] and not has_moved:
+        moved = [master.written for _, _, master in self._before]
+        for (_, weight, _), has_moved in zip(self._before, moved, strict=True):
+            if weight.versioned and not has_moved:
                 raise UsageError(
-                    f"{type(optimizer).__name__}.step wrote to a 16-bit weight, of shape {tuple(each.weight.shape)}, "
+                    f"{type(optimizer).__name__}.step wrote to a 16-bit weight, of shape {tuple(weight.tensor.shape)}, "
                     "and not to its fp32 master, which is in its param_groups while it steps: it keeps a list of the "
                     "weights of its own, and small updates would be lost. Have it go through self.param_groups, or "
                     "train at O1, where the weights are fp32."
                 )
         if any(moved) or self._steps_masters:  # a step may leave out some weights
             return
-        self._idle += _WRITING if any(each.weight_has_moved() for each in self._before) else 1
+        self._idle += _WRITING if any(weight.changed for _, weight, _ in self._before) else 1
         if self._idle >= _IDLE:
             logger.warning(
                 "No step of %s has changed an fp32 master so far, although there were gradients. If it steps weights "
@@ -108,41 +110,8 @@ class StepWrites:
     def end(self) -> None:
         """After a step: copy what it wrote to weights into their masters, where it left these as they were."""
         before, self._before = self._before, []
-        for each in before:
-            if each.master_has_moved():
-                each.slot.steps_master = self._steps_masters = True
-            elif each.weight_has_moved():
-                each.master.copy_(honoured(each.master, each.weight))
-
-
-class _Before:
-    """The state of a weight and its master before a step.
-
-    Versions tell what a step has written to, but a write through ``.data`` changes none, nor do the fused and foreach
-    steps of torch. Values tell it always. On another device than a CPU a look at them waits for the device.
-    """
-
-    def __init__(self, slot: Slot, *, by_value: bool) -> None:
-        assert slot.master is not None
-        weight, master = slot.param, slot.master
-        self.slot, self.weight, self.master = slot, weight, master
-        self.versions = weight._version, master._version
-        self._values: tuple[torch.Tensor, torch.Tensor] | None = None
-        if by_value:
-            self._values = local(weight.detach()).clone(), local(master.detach()).clone()
-
-    def master_has_moved(self) -> bool:
-        """Whether the step has written to the master."""
-        if self.master._version != self.versions[1]:
-            return True
-        return self._values is not None and not _same(local(self.master.detach()), self._values[1], torch.int32)
-
-    def weight_has_moved(self) -> bool:
-        """Whether the step has written to the weight."""
-        if self._values is None:
-            return self.weight._version != self.versions[0]
-        return not _same(local(self.weight.detach()), self._values[0], torch.int16)
-
-
-def _same(a: torch.Tensor, b: torch.Tensor, bits: torch.dtype) -> bool:
-    return torch.equal(a.view(bits), b.view(bits))
+        for slot, weight, master in before:
+            if master.written:
+                slot.steps_master = self._steps_masters = True
+            elif weight.changed:
+                master.tensor.copy_(honoured(master.tensor, weight.tensor))

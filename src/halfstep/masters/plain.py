@@ -8,26 +8,59 @@ the master becomes the parameter. This is looked at before a step, and when some
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
 
-from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
+from ..core.dtypes import cast_error, is_half
 from ..core.errors import UsageError
 from ..core.inner_optimizers import state_holders
 from ..gradients.held_masters import settle
 from ..gradients.ledger import get_grads, set_grads, widen
-from ..gradients.master_registry import is_saved_elsewhere, keeper_of
-from ..gradients.table import OptimizerTable, Slot
+from ..gradients.master_registry import find_master, is_saved_elsewhere
+from ..gradients.table import Master, OptimizerTable, Slot
 from ..kernels import multi_tensor
-from ..kernels.multi_tensor import TensorGroupsCache
+from ..kernels.multi_tensor import TensorGroups
 from ..kernels.storage import honoured
 from .outside_writes import OutsideWrites, StepWrites
 from .split import entries, master_value
 
-__all__ = ["PlainMasters", "without_masters"]
+__all__ = ["Plain", "PlainMasters", "without_masters"]
+
+
+class Plain(Master):
+    """A master that is a tensor of its own.
+
+    Args:
+        param: the parameter.
+        value: the fp32 value that it starts from.
+
+    Attributes:
+        tensor: the fp32 value.
+        dtype: the dtype of the parameter when this was made.
+        in_place: True while the tensor has the place of the parameter in an optimizer that steps. Then the parameter
+            is what the master was before the step.
+    """
+
+    def __init__(self, param: torch.Tensor, value: torch.Tensor) -> None:
+        super().__init__(param)
+        self.tensor, self.dtype, self.in_place = torch.nn.Parameter(value), param.dtype, False
+
+    @torch.no_grad()
+    def read(self) -> torch.Tensor:
+        """The tensor, up to date with what was written to the parameter."""
+        if not self.in_place:
+            self.tensor.copy_(honoured(self.tensor, self.param))
+        return self.tensor
+
+    @torch.no_grad()
+    def write(self, value: torch.Tensor) -> torch.Tensor:
+        """Set the value. Returns what it rounds to."""
+        self.tensor.copy_(value)
+        return self.tensor.to(self.param.dtype)
 
 
 class PlainMasters:
@@ -45,72 +78,47 @@ class PlainMasters:
 
     def __init__(self, table: OptimizerTable, originals: dict[int, torch.Tensor] | None = None) -> None:
         self.table = table
-        self._originals = originals or {}
         self._generation = -1  # of the table when the three lists were made
         self._rows: list[Slot] = []  # that have a master
         self._params: list[torch.Tensor] = []
-        self._masters: list[torch.nn.Parameter] = []
-        self._outside_writes = OutsideWrites()
+        self._masters: list[Plain] = []
+        self._tensors: list[torch.nn.Parameter] = []  # of the masters
+        self._outside_writes = OutsideWrites([], [])
         self.places: list[tuple[list[Any], list[Any]]] = []
         self._grads: list[torch.Tensor | None] = []  # of the masters, while they are in place
         self._states: dict[int, _States] = defaultdict(_States)  # by the identity of the optimizer
         self._holders: list[tuple[Any, _States]] = []  # while masters are in place: optimizers whose state is swapped
-        self._groups = TensorGroupsCache()
+        self._groups = TensorGroups([])
         self.step_writes = StepWrites()
-
-    def keeps(self, param: torch.Tensor) -> bool:
-        """True if there is a master of a parameter."""
-        return self.table.master_of(param) is not None
-
-    @torch.no_grad()
-    def of(self, param: torch.Tensor) -> torch.nn.Parameter | None:
-        """The master of a parameter, up to date with what was written to the parameter; None if it has none."""
-        master = self.table.master_of(param)
-        if master is not None and not (self.places and self.table.find(param) is not None):
-            master.copy_(honoured(master, param))
-        return master
+        table.start(partial(_new_master, table.optimizer, originals or {}), fp32_grads=True)
+        table.new_master = partial(_new_master, table.optimizer, {})  # the rest belongs to other optimizers
 
     def adopt(self) -> None:
-        """Give masters to the trainable 16-bit parameters that have none, and fp32 state to go with them.
+        """Bring the lists up to date with the table.
 
-        A frozen parameter with an original has a master, too: it was trainable before the optimizer was copied.
-        Two optimizers that share a parameter share its master.
+        Raises:
+            UsageError: if a weight was cast since its master was made.
         """
         slots = self.table.refresh()
-        optimizer = self.table.optimizer()
-        if self._generation == self.table.generation or optimizer is None:
+        if self._generation == self.table.generation:
             return
-        for slot in slots:
-            param = slot.param
-            start = self._originals.get(id(param))
-            if slot.master is not None:
-                slot.cast_dtype = slot.cast_dtype or param.dtype  # the parameter has come back
-                continue
-            if param.dtype not in HALF_DTYPES or not (param.requires_grad or start is not None):
-                continue
-            other = getattr(keeper_of(param), "plain", None) or self
-            slot.master = other.of(param)
-            if slot.master is None:
-                weight = param.detach()
-                fp32 = weight.float() if start is None else honoured(start.to(param.device, torch.float32), weight)
-                slot.master = torch.nn.Parameter(fp32)
-            slot.cast_dtype = param.dtype
-            state = optimizer.state.get(param)
-            for name, value in (state or {}).items():
-                if isinstance(value, torch.Tensor) and (is_half(value) or _is_float64_like(value, param)):
-                    state[name] = value.float()
-        self._originals = {}  # the rest belongs to other optimizers
-        self._rows = [slot for slot in slots if slot.master is not None]
+        self._rows = [slot for slot in slots if isinstance(slot.master, Plain)]
         self._params = [slot.param for slot in self._rows]
-        self._masters = [slot.master for slot in self._rows if slot.master is not None]
-        self._refuse_cast()
+        self._masters = [slot.master for slot in self._rows if isinstance(slot.master, Plain)]
+        self._tensors = [master.tensor for master in self._masters]
+        for master in self._masters:
+            if master.param.dtype is not master.dtype:
+                raise cast_error(f"of shape {tuple(master.param.shape)}", master.dtype, master.param.dtype)
+        self._outside_writes = OutsideWrites(self._params, self._tensors)
+        self._groups = TensorGroups(self._tensors, self._params, owners=self._tensors)
         self._generation = self.table.generation
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter and its master, up to date with what was written to the parameter."""
         self.adopt()
-        self._honour_writes()
-        return list(zip(self._params, self._masters, strict=True))
+        if not self.places:
+            self._outside_writes.honour()
+        return list(zip(self._params, self._tensors, strict=True))
 
     # ---- around a step
 
@@ -118,15 +126,15 @@ class PlainMasters:
         """Let the optimizer see masters in place of parameters, with their gradients and their state."""
         self.adopt()
         widen(self.table.params)
-        self._honour_writes()
+        self._outside_writes.honour()
         optimizer = self.table.optimizer()
         lists = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
         grads = get_grads(self._params)
         self.places, self.table.frozen = lists, True  # from here on there is something to undo
         for master, grad in zip(self._masters, grads, strict=True):
-            master.grad = grad
+            master.in_place, master.tensor.grad = True, grad
         self.step_writes.begin(self._rows, grads)
-        of = dict(zip(map(id, self._params), self._masters, strict=True))
+        of = dict(zip(map(id, self._params), self._tensors, strict=True))
         for params, before in lists:
             params[:] = [of.get(id(p), p) for p in before]  # in place: LBFGS keeps the list
         self._holders = [(holder, self._states[id(holder)]) for holder in state_holders(optimizer)]
@@ -144,26 +152,25 @@ class PlainMasters:
         for params, before in self.places:
             params[:] = before
         for holder, states in self._holders:
-            states.swap_out(holder, zip(self._params, self._masters, strict=True))
+            states.swap_out(holder, zip(self._params, self._tensors, strict=True))
         self._holders = []
-        for param, master, grad in zip(self._params, self._masters, self._grads):  # noqa: B905 - may be empty
+        for param, master, grad in zip(self._params, self._tensors, self._grads):  # noqa: B905 - may be empty
             if master.grad is not grad:  # the step has cleared or replaced it
                 param.grad = None
                 if master.grad is not None:
                     set_grads([param], [master.grad])
         self._grads = []
-        for master in self._masters:
+        for master in self._tensors:
             master.grad = None
         self.step_writes.end()
-        if self._params:
-            masters: list[torch.Tensor] = [*self._masters]
-            groups = self._groups.get("round", masters, masters, self._params)
-            multi_tensor.copy(masters, self._params, groups=groups)
+        multi_tensor.copy(self._tensors, self._params, groups=self._groups)
+        for each in self._masters:
+            each.in_place = False
         self.places, self.table.frozen = [], False
 
     def has_in_place(self, key: object) -> bool:
         """Whether something is a master that has the place of its parameter now."""
-        return bool(self.places) and any(key is master for master in self._masters)
+        return bool(self.places) and any(key is master for master in self._tensors)
 
     # ---- in a checkpoint of the optimizer
 
@@ -171,9 +178,9 @@ class PlainMasters:
         """Add the masters that nobody else saves to what ``state_dict()`` of the optimizer returned."""
         settle(refresh=False)
         for param, name in _names(optimizer, saved):
-            master = None if is_saved_elsewhere(param) else self.of(param)
+            master = None if is_saved_elsewhere(param) else self.table.master_of(param)
             if master is not None:
-                saved["state"][name] = {**saved["state"].get(name, {}), "master": master.detach()}
+                saved["state"][name] = {**saved["state"].get(name, {}), "master": master.read().detach()}
         return saved
 
     @torch.no_grad()
@@ -183,30 +190,29 @@ class PlainMasters:
             state = saved["state"].get(name, {})
             slot = self.table.find(param)
             if slot is not None and slot.master is not None and not is_saved_elsewhere(param) and _has_master(state):
-                slot.master.copy_(state["master"] if "master" in state else master_value(param, state))
+                slot.master.write(state["master"] if "master" in state else master_value(param, state))
 
-    @torch.no_grad()
-    def write(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Set the master of a parameter. Returns what it rounds to."""
-        master = self.table.master_of(param)
-        assert master is not None
-        master.copy_(value)
-        return master.to(param.dtype)
 
-    def _honour_writes(self) -> None:
-        """Copy what others have written to parameters into their masters."""
-        if not self.places:
-            self._outside_writes.honour(self._params, self._masters, self._generation)
+@torch.no_grad()
+def _new_master(optimizer: Callable[[], Any], originals: dict[int, torch.Tensor], param: torch.Tensor) -> Plain | None:
+    """The master of a 16-bit parameter that has none, and fp32 state to go with it; None if it is frozen.
 
-    def _refuse_cast(self) -> None:
-        for slot in self._rows:
-            if slot.cast_dtype is not None and slot.param.dtype is not slot.cast_dtype:
-                raise UsageError(
-                    f"A weight of shape {tuple(slot.param.shape)} was {dtype_name(slot.cast_dtype)} when its fp32 "
-                    f"master was made and is {dtype_name(slot.param.dtype)} now: model.float(), half() or to(dtype) "
-                    "was called after amp.initialize or amp.decorate. Leave the dtypes to the level; "
-                    "model.state_dict() is fp32 as it is, and amp.master_model(model) is the model in fp32."
-                )
+    A frozen parameter with an original has a master, too: it was trainable before the optimizer was copied.
+    Two optimizers that share a parameter share its master.
+    """
+    start = originals.get(id(param))
+    if not (param.requires_grad or start is not None):
+        return None
+    master = find_master(param)
+    if not isinstance(master, Plain):
+        weight = param.detach()
+        fp32 = weight.float() if start is None else honoured(start.to(param.device, torch.float32), weight)
+        master = Plain(param, fp32)
+    state = optimizer().state.get(param) or {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and (is_half(value) or _is_float64_like(value, param)):
+            state[name] = value.float()
+    return master
 
 
 def _is_float64_like(value: torch.Tensor, param: torch.Tensor) -> bool:

@@ -7,15 +7,104 @@ remainder is ``optimizer.state[p]["remainder"]``, so checkpoints hold it. ``kern
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ..gradients.table import Master, OptimizerTable
 from ..kernels.shards import local, rewrapped
 from ..kernels.storage import Storage, honoured, join, split, split_of
 
-__all__ = ["adapt", "entries", "master_value", "take_back_rounding"]
+__all__ = ["InState", "KeepsMasters", "adapt", "entries", "master_value", "take_back_rounding"]
+
+
+@runtime_checkable
+class KeepsMasters(Protocol):
+    """A fused optimizer: it can keep masters in its state.
+
+    Attributes:
+        state: as of any optimizer.
+        options: its ``FusedOptions``.
+        table: its parameters.
+    """
+
+    state: Any
+    options: Any
+    table: OptimizerTable
+
+    def keep_masters(self, started: dict[int, torch.Tensor] | None = None) -> None:
+        """Keep masters from now on; see ``FusedState``."""
+
+
+class InState(Master):
+    """A master in the state of a fused optimizer, in whichever form ``adapt`` gave it.
+
+    Args:
+        param: a parameter of the optimizer.
+        optimizer: a weak reference to the optimizer. Its state is asked each time: users replace and load it.
+
+    Attributes:
+        start: the value before the first step, which puts it into the state; None if the parameter says it.
+    """
+
+    def __init__(self, param: torch.Tensor, optimizer: Callable[[], KeepsMasters | None]) -> None:
+        super().__init__(param)
+        self._optimizer = optimizer
+        self.start: torch.Tensor | None = None
+
+    def _splits(self, optimizer: KeepsMasters) -> bool:
+        return bool(optimizer.options.storage(self.param.dtype, self.param.device).kind == "split")
+
+    def _kept(self) -> tuple[KeepsMasters, dict[str, Any]]:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer, optimizer.state.get(self.param, {})
+
+    @property
+    def exists(self) -> bool:
+        """True if there is a value that the parameter does not say."""
+        return self.param.requires_grad or self.start is not None or not _FORMS.isdisjoint(self._kept()[1])
+
+    def read(self) -> torch.Tensor:
+        """A new tensor: the value; without a master, of the parameter."""
+        optimizer, state = self._kept()
+        if self.start is None or not _FORMS.isdisjoint(state):
+            return master_value(self.param, state)
+        value, weight = local(self.start.to(self.param.device)), local(self.param.detach())
+        value = join(*split_of(value, weight)) if self._splits(optimizer) else honoured(value, weight)
+        return rewrapped(value, self.param)
+
+    @torch.no_grad()
+    def write(self, value: torch.Tensor) -> torch.Tensor:
+        """Set the value, of any floating dtype. Returns what to write to the parameter."""
+        param, (optimizer, state) = self.param, self._kept()
+        if "master" in state:
+            state["master"].copy_(value)
+        elif "remainder" in state:
+            high, low = split(local(value.to(param.device, torch.float32)))
+            local(state["remainder"]).copy_(low)
+            return rewrapped(high, param)
+        elif optimizer.options.master_weights:
+            self.start = value.to(param.device, torch.float32, copy=True)
+            if self._splits(optimizer):  # a remainder that is loaded after this belongs to this weight
+                return rewrapped(split(local(self.start))[0], param)
+        return value.to(param.dtype)
+
+    def begin(self) -> None:
+        """Put the value into the state: the parameter steps for the first time."""
+        if self.start is not None:
+            state = self._kept()[0].state[self.param]
+            if _FORMS.isdisjoint(state):
+                state["master"] = self.read()
+            self.start = None
+
+    def unsaved(self) -> torch.Tensor | None:
+        """The value before the first step."""
+        return self.start
+
+
+_FORMS = frozenset(("master", "remainder"))
 
 
 def entries(state: Mapping[Any, Any]) -> dict[Any, dict[str, Any]]:

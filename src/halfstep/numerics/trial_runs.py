@@ -21,7 +21,7 @@ from ..core.dtypes import HALF_DTYPES
 from ..core.errors import UsageError
 from ..core.policy import Policy
 from ..core.torch_compat import buffers_of, hook_tables, parameters_of
-from ..gradients.master_registry import master_of
+from ..gradients.held_masters import master_of
 from ..kernels.shards import is_sharded
 from ..stepping.attached import observers
 from ..stepping.prepare import prepare_model

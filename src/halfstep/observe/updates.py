@@ -18,13 +18,12 @@ __all__ = ["Change", "before_step"]
 def _numbers_behind(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield for each parameter the tensors of its full value: itself (and a split master's remainder) or its master."""
     attached = attached_to(optimizer)
-    plain = None if attached is None else attached.keeper.plain
+    beside: Any = {}.get if attached is None or attached.keeper.plain is None else attached.keeper.find
     for param in params:
         state = optimizer.state.get(param) or {}
-        master = None if plain is None else plain.of(param)
-        master = state["master"].to(param.device) if master is None and "master" in state else master
+        master = state.get("master") if (kept := beside(param)) is None else kept.read()
         remainder = [state["remainder"].to(param.device)] if "remainder" in state else []
-        yield [param, *remainder] if master is None else [master]
+        yield [param, *remainder] if master is None else [master.to(param.device)]
 
 
 class Change(NamedTuple):

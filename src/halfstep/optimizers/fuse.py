@@ -51,7 +51,7 @@ class OfTorch(FusedOptimizer):
     def __new__(cls, *_: Any, **__: Any) -> Any:
         """An instance that torch's ``__init__`` can fill, for frameworks that make another one of its class."""
         optimizer: Any = super().__new__(cls)
-        optimizer._fused = FusedData()
+        optimizer._fused = FusedData.of(optimizer)
         return optimizer
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -217,7 +217,7 @@ def has_moments(optimizer: torch.optim.Optimizer) -> bool:
 
 def fused_base(optimizer: torch.optim.Optimizer, options: FusedOptions | None = None) -> type[OfTorch]:
     """The fused class of an optimizer that ``can_fuse`` takes, after what the class needs was put on the optimizer."""
-    optimizer._fused = FusedData(options or FusedOptions())  # type: ignore[attr-defined]
+    optimizer._fused = FusedData.of(optimizer, options or FusedOptions())  # type: ignore[attr-defined]
     _drop_spoilt_masters(optimizer)
     return _FUSED[type(optimizer)]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +13,14 @@ import torch
 
 from ..core.callers import caller_in
 from ..core.checks import check_optimizer_state
-from ..core.dtypes import HALF_DTYPES, StateForm
+from ..core.dtypes import StateForm
 from ..core.errors import UsageError
 from ..core.torch_compat import STATE_MODULE
 from ..gradients.held_masters import settle
 from ..gradients.master_registry import is_saved_elsewhere
-from ..kernels.shards import is_sharded, local, rewrapped
-from ..kernels.storage import honoured, join, split, split_of
-from ..masters.split import entries, master_value, take_back_rounding
+from ..gradients.table import OptimizerTable
+from ..kernels.shards import is_sharded
+from ..masters.split import InState, entries, master_value, take_back_rounding
 from . import moments
 from .options import FusedOptions
 from .param_rows import GroupRows, StateLayout, codes_of
@@ -37,26 +39,37 @@ class FusedData:
     """Everything that a fused optimizer has and torch's has not. It is the one attribute that we put on its instances.
 
     Attributes:
+        table: the parameters, and the masters of those of 16 bits.
         options: how weights and state are stored, and whether a step clips.
         set_grad_none: what ``zero_grad()`` does by default.
         grad_norm: the 2-norm of the unscaled gradients at the last step, a 0-dim tensor, if the step clipped.
         warned: whether the warning about lost updates has been given, or need not be.
         release: the gradient release that ``attach`` began; None if there is none.
         on_gradients: functions that are called with the gradients of each step; see ``OnGradients``.
-        started: the fp32 values that masters start from, by the identity of the parameter, until its first step.
         groups: the rows of each parameter group, by its place, as the last step left them.
         known_state: the keys and the entries of ``state`` after the last step.
     """
 
+    table: OptimizerTable
     options: FusedOptions = field(default_factory=FusedOptions)
     set_grad_none: bool = True
     grad_norm: torch.Tensor | None = None
     warned: bool = False
     release: GradientRelease | None = None
     on_gradients: tuple[Callable[..., None], ...] = ()
-    started: dict[int, torch.Tensor] = field(default_factory=dict)
     groups: dict[int, GroupRows] = field(default_factory=dict)
     known_state: tuple[list[Any], list[Any]] = ([], [])
+
+    @classmethod
+    def of(cls, optimizer: Any, *args: Any) -> FusedData:
+        """What a new optimizer has.
+
+        Args:
+            optimizer: may have no parameters yet.
+            args: the fields after ``table``.
+        """
+        ref = weakref.ref(optimizer)
+        return cls(OptimizerTable(ref, new_master=partial(InState, optimizer=ref)), *args)
 
 
 _SAVED = {"options": "options", "set_grad_none": "set_grad_none", "grad_norm": "grad_norm", "_warned": "warned"}
@@ -77,13 +90,14 @@ class FusedState(torch.optim.Optimizer):
         given: the fields of ``FusedOptions``, and the defaults of the groups.
 
     Attributes:
-        options, set_grad_none, grad_norm, release, on_gradients: see ``FusedData``.
+        table, options, set_grad_none, grad_norm, release, on_gradients: see ``FusedData``.
     """
 
     _fused: FusedData
     _hyper: Callable[[Hyper], Hyper]
     _layout: Callable[[Hyper], StateLayout]
 
+    table: OptimizerTable = _field("table")
     options: FusedOptions = _field("options")
     set_grad_none: bool = _field("set_grad_none")
     grad_norm: torch.Tensor | None = _field("grad_norm")
@@ -92,7 +106,7 @@ class FusedState(torch.optim.Optimizer):
 
     def __init__(self, params: Any, *, set_grad_none: bool = True, **given: Any) -> None:
         options = {each.name: given.pop(each.name) for each in fields(FusedOptions) if each.name in given}
-        self._fused = FusedData(FusedOptions(**options), set_grad_none)
+        self._fused = FusedData.of(self, FusedOptions(**options), set_grad_none)
         self._check(given)
         super().__init__(params, given)
 
@@ -120,10 +134,9 @@ class FusedState(torch.optim.Optimizer):
         if not self.options.master_weights and self.options.rounding == "nearest":
             self.options = replace(self.options, master_weights=True)
             self._fused.groups.clear()
-        if self.options.master_weights:
-            mine = [p for group in self.param_groups for p in group["params"] if p.dtype in HALF_DTYPES]
-            given = started or {}
-            self._fused.started = {id(p): given[id(p)].to(torch.float32) for p in mine if id(p) in given}
+        for master in self._masters():
+            start = (started or {}).get(id(master.param))
+            master.start = None if start is None else start.to(torch.float32)
 
     def keep_moments(self, form: StateForm) -> None:
         """Store moments in another form from now on, unless told otherwise when made."""
@@ -133,44 +146,14 @@ class FusedState(torch.optim.Optimizer):
 
     def master_value(self, param: torch.Tensor) -> torch.Tensor:
         """A new float32 tensor: the value of a parameter's master; without a master, of the parameter."""
-        state = self.state.get(param, {})
-        if "master" in state or "remainder" in state or id(param) not in self._fused.started:
-            return master_value(param, state)
-        return self._start(param, self._fused.started[id(param)])
+        self.table.refresh()
+        master = self.table.master_of(param)
+        return master_value(param, self.state.get(param, {})) if master is None else master.read()
 
-    def keeps_master(self, param: torch.Tensor) -> bool:
-        """Whether a parameter has a master."""
-        return not {"master", "remainder"}.isdisjoint(self.state.get(param, ())) or id(param) in self._fused.started
-
-    @torch.no_grad()
-    def write_master(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Set the master of a parameter to a value of any floating dtype. Returns what to write to the parameter."""
-        state = self.state.get(param, {})
-        if "master" in state:
-            state["master"].copy_(value)
-        elif "remainder" in state:
-            high, low = split(local(value.to(param.device, torch.float32)))
-            local(state["remainder"]).copy_(low)
-            return rewrapped(high, param)
-        elif self.options.master_weights:
-            start = self._fused.started[id(param)] = value.to(param.device, torch.float32, copy=True)
-            # A remainder that is loaded after this belongs to the weight that ``split`` makes.
-            return rewrapped(split(local(start))[0], param) if self._will_split(param) else start.to(param.dtype)
-        return value.to(param.dtype)
-
-    def begin_masters(self, params: Iterable[torch.Tensor]) -> None:
-        """Put masters into the state of those parameters that have gradients and are to start from other values."""
-        started = self._fused.started
-        for param in params if started else ():
-            if param.grad is not None and id(param) in started:
-                start, state = started.pop(id(param)), self.state[param]
-                if "master" not in state and "remainder" not in state:
-                    state["master"] = self._start(param, start)
-
-    def unused_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The parameters that have not stepped yet, with the fp32 values that their masters start from."""
-        started = self._fused.started
-        return [(p, started[id(p)]) for group in self.param_groups for p in group["params"] if id(p) in started]
+    def _masters(self) -> list[InState]:
+        """The masters of all 16-bit parameters; none unless this keeps masters."""
+        slots = self.table.refresh() if self.options.master_weights else []
+        return [slot.master for slot in slots if isinstance(slot.master, InState)]
 
     def state_dict(self) -> dict[str, Any]:
         """The state as torch saves it, but masters and 8-bit moments of sharded weights are fp32.
@@ -213,9 +196,7 @@ class FusedState(torch.optim.Optimizer):
         seen: dict[str, Any] = {}
         params = [p for group in self.param_groups for p in group["params"]]
         _refuse_lost(state_dict["state"], masters=not any(map(is_saved_elsewhere, params)))
-        masters = {
-            id(p): self.master_value(p) for p in params if self.options.master_weights and p.dtype in HALF_DTYPES
-        }
+        masters = [(each, each.read()) for each in self._masters()]
 
         def capture(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
             seen.update(loaded)
@@ -229,13 +210,12 @@ class FusedState(torch.optim.Optimizer):
                         for name, value in seen["state"][i].items()
                         if value != {}
                     }
-            for param in params:
-                if id(param) in masters:
-                    state = self.state.get(param, {})
-                    if "remainder" in state:
-                        take_back_rounding(param, state["remainder"], masters[id(param)])
-                    elif "master" not in state:
-                        self._fused.started[id(param)] = masters[id(param)]  # the state is of one without any
+            for master, value in masters:
+                state = self.state.get(master.param, {})
+                if "remainder" in state:
+                    take_back_rounding(master.param, state["remainder"], value)
+                elif "master" not in state:
+                    master.start = value  # the state is of an optimizer without masters
             self._fused.groups.clear()
 
         before = self.register_load_state_dict_pre_hook(capture)
@@ -250,7 +230,7 @@ class FusedState(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self._fused, where) for name, where in _SAVED.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).setdefault("_fused", FusedData())  # torch's load_state_dict comes here, too
+        vars(self).setdefault("_fused", FusedData.of(self))  # torch's load_state_dict comes here, too
         known = set(state.get("defaults") or self.defaults)
         super().__setstate__({name: value for name, value in state.items() if name not in _SAVED})
         for name in _SAVED.keys() & state.keys():
@@ -281,16 +261,10 @@ class FusedState(torch.optim.Optimizer):
             group: their hyperparameters.
             params: some of the parameters of a group.
         """
-        self.begin_masters(params)
-
-    def _start(self, param: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        """The value a master was to start from, where the parameter is still what that rounds to."""
-        value, weight = local(start.to(param.device)), local(param.detach())
-        value = join(*split_of(value, weight)) if self._will_split(param) else honoured(value, weight)
-        return rewrapped(value, param)
-
-    def _will_split(self, param: torch.Tensor) -> bool:
-        return self.options.storage(param.dtype, param.device).kind == "split"
+        for param in params:
+            master = self.table.master_of(param) if param.grad is not None else None
+            if isinstance(master, InState):
+                master.begin()
 
 
 def _refuse_lost(state: Any, *, masters: bool) -> None:

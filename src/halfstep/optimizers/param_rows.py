@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -89,6 +89,8 @@ class ParamRows:
         weights: the parameters, without gradients.
         numbers: the numbers of the state, float32 of shape [rows].
         domain: the processes that hold the other parts.
+        expected: the tensors of the state that this was made for, by name, one of each parameter.
+        squares, surveyed: what was read of the gradients of this step; None if nothing was.
     """
 
     def __init__(
@@ -125,24 +127,13 @@ class ParamRows:
         extra = {"split": "remainder", "plain": "master"}.get(storage.kind)
         names = [*self.numbers, *(key for name, form in kept.items() for key in moments.keys(name, form))]
         names += [extra] if extra else []
-        self._expected = {name: [state[name] for state in states] for name in names}
+        self.expected = {name: [state[name] for state in states] for name in names}
         self.table = TensorTable(columns)
         _check_shapes(self.table.columns)
         self._seeds = torch.tensor(positions, dtype=torch.int64, device=self.device) * _ODD[0] + options.seed
         self._random = storage.kind == "stochastic"
-        self._squares: torch.Tensor | None = None
-        self._survey: torch.Tensor | None = None
-
-    def has_same_state(self) -> bool:
-        """Whether the tensors of the state are what this was made for. What was read of gradients is forgotten."""
-        self._squares = self._survey = None
-        try:
-            for name, tensors in self._expected.items():
-                if not all(map(is_, map(itemgetter(name), self.states), tensors)):
-                    return False
-        except KeyError:
-            return False
-        return True
+        self.squares: torch.Tensor | None = None
+        self.surveyed: torch.Tensor | None = None
 
     def launch(
         self,
@@ -185,11 +176,11 @@ class ParamRows:
         Args:
             found: 0-dim float32 tensor, set to 1.0 if a gradient that is read holds inf or NaN.
         """
-        if self._squares is None and self._survey is not None:
-            self._squares = self._complete(self._survey[:1].clone(), found)[0]
-        if self._squares is None:
-            self._squares = self.launch(read_gradients, {}, None, found)[0]
-        return self._squares
+        if self.squares is None and self.surveyed is not None:
+            self.squares = self._complete(self.surveyed[:1].clone(), found)[0]
+        if self.squares is None:
+            self.squares = self.launch(read_gradients, {}, None, found)[0]
+        return self.squares
 
     def survey(self, found: torch.Tensor | None = None) -> torch.Tensor:
         """More of each gradient, or of the part that lies here, in the one read that ``squared_norms`` needs, too.
@@ -202,9 +193,9 @@ class ParamRows:
         Returns:
             float64 of shape [3, rows]: sums of squares, numbers of zeros, largest magnitudes but NaN.
         """
-        if self._survey is None:
-            self._survey = launch(self.table, survey_gradients, {}, found=found)
-        return self._survey
+        if self.surveyed is None:
+            self.surveyed = launch(self.table, survey_gradients, {}, found=found)
+        return self.surveyed
 
 
 class GroupRows:
@@ -277,8 +268,10 @@ class GroupRows:
         for rows in self.rows:
             if not known and not all(map(is_, map(state.get, rows.params), rows.states)):
                 return False
-            if not rows.has_same_state():
-                return False
+            rows.squares = rows.surveyed = None
+            for name, tensors in rows.expected.items():
+                if not all(map(is_, [kept.get(name) for kept in rows.states], tensors)):
+                    return False
         if len(self.rows) == 1 and len(self._positions[0]) == len(params):  # the usual group
             return self.rows[0].table.renew(grads)
         parts = zip(self.rows, self._positions, strict=True)

@@ -9,7 +9,7 @@ import torch
 from ..core.dtypes import dtype_name, is_half
 from ..core.text import counted
 from ..core.torch_compat import values_of
-from ..gradients.master_registry import master_of
+from ..gradients.held_masters import master_of
 
 __all__ = ["first_bad_gradient"]
 

@@ -25,6 +25,7 @@ from ..core.policy import Policy
 from ..core.torch_compat import HAS_GRAD_DTYPE, is_flattened
 from ..gradients.ledger import set_grads
 from ..gradients.master_registry import keeper_of
+from ..gradients.table import record_of
 from ..kernels.launch import backend_for
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.fuse import can_fuse, has_moments
@@ -87,8 +88,7 @@ def prepare(
     if not alone:
         share_overflows(attached)
     for param in [p for model in models for p in model.parameters()] if save_dtype is torch.float32 else ():
-        if (keeper := keeper_of(param)) is not None:
-            keeper.saved_elsewhere.add(id(param))
+        record_of(param).saved_by_model = keeper_of(param) is not None
     return attached
 
 

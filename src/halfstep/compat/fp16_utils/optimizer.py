@@ -13,6 +13,7 @@ from ...core.checks import as_number, check_flag, check_kind, check_number
 from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.text import show_log
+from ...gradients.held_masters import master_of, write_master
 from ...masters.plain import without_masters
 from ...stepping.attached import attach
 from ...stepping.scaled_backward import ScaledBackward, record_pass
@@ -248,7 +249,7 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
             "overflow": self.overflow,
             "first_closure_call_this_step": True,
             "optimizer_state_dict": without_masters(self.optimizer.state_dict()),
-            "fp32_from_fp16": [[self._attached.keeper.master(p) for p in group] for group in self.fp16_groups],
+            "fp32_from_fp16": [[master_of(p) for p in group] for group in self.fp16_groups],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -305,7 +306,7 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
         with torch.no_grad():
             for group, saved_group in zip(self.fp16_groups, saved, strict=True):
                 for param, tensor in zip(group, saved_group, strict=True):
-                    param.copy_(self._attached.keeper.write_master(param, tensor))
+                    param.copy_(write_master(param, tensor))  # type: ignore[arg-type]
 
     # ---- inside
 

@@ -18,7 +18,7 @@ from torch.export.pt2_archive import PT2ArchiveReader
 
 from ...core.dtypes import HALF_DTYPES
 from ...core.errors import ArgumentValueError, UsageError
-from ...gradients.master_registry import master_of
+from ...gradients.held_masters import master_of
 
 __all__ = ["in_fp32", "read_archive", "write_archive"]
 
