@@ -18,7 +18,7 @@ __all__ = ["FusedAdagrad", "adagrad", "adagrad_scalars"]
 
 
 def _by_torch(numbers: Scalars) -> TorchUpdate:
-    """``adagrad`` by torch's fused call. Weight decay apart from the gradient is a pass before it."""
+    """Make the update of ``adagrad`` by torch's fused call, with decoupled weight decay in a pass before it."""
     factor, decay = float(numbers["factor"]), float(numbers["decay"])
     settings = {
         "lr": float(numbers["lr"]),
@@ -42,19 +42,19 @@ def _by_torch(numbers: Scalars) -> TorchUpdate:
 def adagrad(
     grad: Any, param: Any, sum: Any, *, factor: Any, l2: Any, decay: Any, rate: Any, eps: Any
 ) -> dict[str, Any]:
-    """One element of Adagrad (Duchi, Hazan and Singer, JMLR 12, 2011); ``decay`` shrinks the weight apart from it."""
+    """Update one element by Adagrad (Duchi, Hazan and Singer, JMLR 12, 2011); ``decay`` is decoupled weight decay."""
     grad = grad * factor + param * l2
     sum = sum + grad * grad
     return {"param": param * decay - grad / (sum.sqrt() + eps) * rate, "sum": sum}
 
 
 def adagrad_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Number]:
-    """The numbers of ``adagrad``, and those of torch's fused call.
+    """Compute the numbers of ``adagrad``, and of torch's fused call.
 
     Args:
         group: ``lr``, ``eps``, ``weight_decay``, ``adagrad_w_mode`` and ``lr_decay``.
-        t: which step this is, counted from 1; used only with ``lr_decay``.
-        factor: what gradients are to be multiplied by.
+        t: the number of the step, from 1; used only with ``lr_decay``.
+        factor: the factor for gradients.
     """
     lr, weight_decay, decoupled = group["lr"], group["weight_decay"], group["adagrad_w_mode"]
     return {
@@ -76,16 +76,16 @@ class FusedAdagrad(FusedOptimizer):
         params: parameters or groups of them.
         lr: learning rate, a number or 0-dim tensor.
         eps: added to the root of the sum.
-        weight_decay: its strength.
-        set_grad_none: what ``zero_grad()`` does by default.
-        adagrad_w_mode: weight decay apart from the gradient; False adds it to the gradient.
+        weight_decay: weight decay coefficient.
+        set_grad_none: the default of ``zero_grad(set_to_none=...)``.
+        adagrad_w_mode: decoupled weight decay; False adds weight decay to the gradient.
         lr_decay: the rate is divided by 1 + (step - 1) * lr_decay.
-        initial_accumulator_value: where the sum starts.
+        initial_accumulator_value: the initial value of the sum.
         master_weights: see ``FusedOptions``.
-        maximize: go up the gradient.
+        maximize: maximize the objective instead of minimizing it.
         max_grad_norm: see ``FusedOptions``.
         rounding: see ``FusedOptions``.
-        seed: of stochastic rounding.
+        seed: seed of stochastic rounding.
 
     Raises:
         ArgumentValueError: for a value out of range.

@@ -19,9 +19,9 @@ __all__ = ["FusedAdam", "adam", "adam_scalars", "amsgrad"]
 
 
 def _by_torch(numbers: Scalars) -> TorchUpdate:
-    """``adam`` and ``amsgrad`` by torch's fused calls."""
+    """Make the update of ``adam`` and ``amsgrad`` by torch's fused calls."""
     factor, l2 = float(numbers["factor"]), float(numbers["l2"])
-    t = numbers["t"] if numbers["bias_correction"] else torch.inf  # where beta ** t, which corrects, is 0
+    t = numbers["t"] if numbers["bias_correction"] else torch.inf  # at which the correction beta ** t is 0
     settings = {
         "lr": float(numbers["lr"]),
         "beta1": float(numbers["beta1"]),
@@ -46,9 +46,9 @@ def adam(
     grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any,
     *, factor: Any, l2: Any, decay: Any, new1: Any, beta2: Any, new2: Any, step_size: Any, root: Any, eps: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """One element of Adam (Kingma and Ba, arXiv 1412.6980) with the weight decay of AdamW (arXiv 1711.05101).
+    """Update one element by Adam (Kingma and Ba, arXiv 1412.6980) with AdamW's weight decay (arXiv 1711.05101).
 
-    ``l2`` adds to the gradient and ``decay`` (1 - lr * weight_decay) shrinks the weight: one of them is neutral.
+    ``l2`` adds to the gradient, and ``decay`` (1 - lr * weight_decay) shrinks the weight; one of the two is neutral.
     """
     grad = grad * factor + param * l2
     exp_avg = exp_avg + (grad - exp_avg) * new1
@@ -62,7 +62,7 @@ def amsgrad(
     grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any, max_exp_avg_sq: Any,
     *, factor: Any, l2: Any, decay: Any, new1: Any, beta2: Any, new2: Any, step_size: Any, root: Any, eps: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Adam whose second moment never shrinks (Reddi et al., arXiv 1904.09237)."""
+    """Update one element by Adam with a second moment that never shrinks (Reddi et al., arXiv 1904.09237)."""
     grad = grad * factor + param * l2
     exp_avg = exp_avg + (grad - exp_avg) * new1
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * new2
@@ -72,12 +72,12 @@ def amsgrad(
 
 
 def adam_scalars(group: Hyper, t: Number, factor: Number) -> dict[str, Number]:
-    """The numbers of ``adam`` and ``amsgrad``, and those of torch's fused calls.
+    """Compute the numbers of ``adam`` and ``amsgrad``, and of torch's fused calls.
 
     Args:
         group: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``adam_w_mode`` and ``bias_correction``.
-        t: which step this is, counted from 1: a float, or in float64.
-        factor: what gradients are to be multiplied by.
+        t: the number of the step, from 1: a float or a float64 tensor.
+        factor: the factor for gradients.
     """
     beta1, beta2 = group["betas"]
     lr, weight_decay, decoupled = group["lr"], group["weight_decay"], group["adam_w_mode"]
@@ -103,26 +103,26 @@ def adam_scalars(group: Hyper, t: Number, factor: Number) -> dict[str, Number]:
 class FusedAdam(FusedOptimizer):
     """``torch.optim.AdamW``, or ``Adam`` with ``adam_w_mode=False``, in one pass over all parameters.
 
-    State is interchangeable with torch's: ``step``, ``exp_avg``, ``exp_avg_sq`` and, with ``amsgrad``,
-    ``max_exp_avg_sq``; float32 also for 16-bit parameters (float64 for float64 ones).
+    The state is interchangeable with torch's: ``step``, ``exp_avg``, ``exp_avg_sq`` and, with ``amsgrad``,
+    ``max_exp_avg_sq``; in float32 even for 16-bit parameters (float64 for float64 parameters).
 
     Args:
         params: parameters or groups of them.
         lr: learning rate, a number or 0-dim tensor.
-        bias_correction: divide the moments by what their start at zero left out.
-        betas: decay of the first and the second moment.
+        bias_correction: correct the moments for their start at zero.
+        betas: decay rates of the first and the second moment.
         eps: added to the root of the second moment.
-        adam_w_mode: weight decay apart from the gradient (AdamW); False adds it to the gradient (L2).
-        weight_decay: its strength.
+        adam_w_mode: decoupled weight decay (AdamW); False adds weight decay to the gradient (L2).
+        weight_decay: weight decay coefficient.
         amsgrad: keep the largest second moment.
-        set_grad_none: what ``zero_grad()`` does by default.
-        capturable: kept for Apex and torch; every step can be captured in a CUDA graph.
+        set_grad_none: the default of ``zero_grad(set_to_none=...)``.
+        capturable: accepted for Apex and torch; every step can be captured in a CUDA graph.
         master_weights: see ``FusedOptions``.
-        maximize: go up the gradient.
+        maximize: maximize the objective instead of minimizing it.
         max_grad_norm: see ``FusedOptions``; clips within the step.
-        state_dtype: of the moments; see ``FusedOptions``.
+        state_dtype: storage of the moments; see ``FusedOptions``.
         rounding: see ``FusedOptions``.
-        seed: of stochastic rounding.
+        seed: seed of stochastic rounding.
 
     Raises:
         ArgumentValueError: for a value out of range.
@@ -159,6 +159,6 @@ class FusedAdam(FusedOptimizer):
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
         kernel = amsgrad if group["amsgrad"] else adam
-        # Beside an fp32 tensor a float counts as fp32, and a correction of fp32 has lost digits.
+        # Next to an fp32 tensor a float counts as fp32, and a bias correction in fp32 loses digits.
         t = step.t if isinstance(group["lr"], torch.Tensor) else step.t_on_host
         rows.launch(kernel, adam_scalars(group, t, step.factor), step.skip)

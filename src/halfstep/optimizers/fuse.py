@@ -1,7 +1,7 @@
-"""``fuse``: the optimizer of an existing script, made a fused one where it stands, and ``unfuse``, the way back.
+"""``fuse``: makes the optimizer of an existing script a fused one in place; ``unfuse`` converts it back.
 
-What ``fuse`` makes of a torch optimizer is an instance of torch's class still: its groups, its defaults and its state
-are torch's to the key. Only what a step does is ours.
+A fused optimizer remains an instance of torch's class: its groups, defaults and state have exactly torch's keys. Only
+its step differs.
 """
 
 from __future__ import annotations
@@ -33,57 +33,57 @@ _MASTERS = {"remainder": torch.int16, "master": torch.float32}
 
 
 def _torch_class(optimizer: object) -> Any:
-    """The class in ``torch.optim`` behind the fused class of an optimizer."""
+    """Return the class in ``torch.optim`` behind an optimizer's fused class."""
     return next(cls for cls in type(optimizer).__mro__ if getattr(torch.optim, cls.__name__, None) is cls)
 
 
 class OfTorch(FusedOptimizer):
     """The common part of torch's optimizers in fused form.
 
-    Bound methods that somebody took before ``unfuse`` (a scheduler, ``amp``) go on working after it.
+    Bound methods that a scheduler or ``amp`` stored before ``unfuse`` keep working after it.
     """
 
     plain: ClassVar[type[torch.optim.Optimizer]]
-    _counts: ClassVar[bool] = True  # torch expects a ``step`` wherever there is state
-    _renamed: ClassVar[tuple[tuple[str, str], ...]] = ()  # our name of a hyperparameter, and torch's
-    _fixed: ClassVar[dict[str, Any]]  # hyperparameters that torch's class has not
+    _counts: ClassVar[bool] = True  # torch expects a ``step`` in every state
+    _renamed: ClassVar[tuple[tuple[str, str], ...]] = ()  # pairs (halfstep's name of a hyperparameter, torch's name)
+    _fixed: ClassVar[dict[str, Any]]  # hyperparameters that torch's class lacks
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
-        """An instance that torch's ``__init__`` can fill, for frameworks that make another one of its class."""
+        """Make an instance for torch's ``__init__``, for frameworks that construct another optimizer of its class."""
         optimizer: Any = super().__new__(cls)
         optimizer._fused = FusedData.of(optimizer)
         return optimizer
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """As ``FusedOptimizer.step``, or as torch's own after ``unfuse``."""
+        """Step like ``FusedOptimizer.step``, or like torch after ``unfuse``."""
         own: Any = _hooked_step if isinstance(self, OfTorch) else _torch_class(self).step
         return own(self, closure, **kwargs)
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap hooks around it: both of its ways have them
+    step.hooked = True  # type: ignore[attr-defined]  # keeps torch from adding hooks, which both branches have
     _unhooked_step = FusedOptimizer.step
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # type: ignore[override]
-        """As torch's."""
+        """Clear gradients like torch."""
         torch.optim.Optimizer.zero_grad(self, set_to_none)
-        release = getattr(self, "release", None)  # not there after ``unfuse``
+        release = getattr(self, "release", None)  # missing after ``unfuse``
         if release is not None:
             release.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: nothing for a parameter of which nothing is kept."""
+        """Return the state like torch, without entries for parameters without state."""
         saved = super().state_dict()
         saved["state"] = {key: kept for key, kept in saved["state"].items() if kept != {}}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state of this class or of torch's, which may have been through torch's."""
+        """Load a state of this class or of torch's class, possibly saved again by torch's class."""
         super().load_state_dict(state_dict)
         _drop_spoilt_masters(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if self._counts:
             for kept in entries(state.get("state", {})).values():
-                if kept:  # perhaps only a master, from before the first step
+                if kept:  # may be only a master, before the first step
                     kept.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
         super().__setstate__(state)
 
@@ -98,7 +98,7 @@ _hooked_step = torch.optim.Optimizer.profile_hook_step(FusedOptimizer.step)
 
 
 class OfAdam(OfTorch, FusedAdam):
-    """The common part of Adam and AdamW: in both the group says whether weight decay is decoupled."""
+    """The common part of Adam and AdamW, whose groups tell if weight decay is decoupled."""
 
     _renamed: ClassVar = (("adam_w_mode", "decoupled_weight_decay"),)
     _fixed: ClassVar = {"bias_correction": True}
@@ -136,7 +136,7 @@ class Adagrad(OfTorch, FusedAdagrad, torch.optim.Adagrad):
     __init__ = torch.optim.Adagrad.__init__
 
     def _hyper(self, group: Hyper) -> Hyper:
-        initial = self.defaults["initial_accumulator_value"]  # torch asks no group for it
+        initial = self.defaults["initial_accumulator_value"]  # torch does not read it from groups
         return {**super()._hyper(group), "initial_accumulator_value": initial}
 
 
@@ -154,11 +154,11 @@ _FUSED: dict[type[torch.optim.Optimizer], type[OfTorch]] = {cls.plain: cls for c
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``fuse`` takes this optimizer.
+    """True if ``fuse`` accepts this optimizer.
 
-    It does if it is exactly torch's ``Adam``, ``AdamW``, ``SGD``, ``Adagrad`` or ``Muon``, without ``differentiable``,
-    not yet under ``amp``, with torch's own ``step`` (a scheduler may have marked it); if its parameters are real dense
-    floating-point tensors, sharded or not (Muon: not), and no gradient that is there now is sparse.
+    It must be exactly torch's ``Adam``, ``AdamW``, ``SGD``, ``Adagrad`` or ``Muon``, without ``differentiable``, not
+    yet under ``amp``, and with torch's own ``step``, which a scheduler may have wrapped. Its parameters must be real
+    dense floating-point tensors, which may be sharded (except for Muon), and no present gradient may be sparse.
     """
     return _obstacle(optimizer) is None
 
@@ -170,7 +170,7 @@ def fuse(
     max_grad_norm: float | None = None,
     state_dtype: StateForm = None,
 ) -> torch.optim.Optimizer:
-    """Turn torch's ``Adam``, ``AdamW``, ``SGD``, ``Adagrad`` or ``Muon`` into the fused one of that name, in place.
+    """Turn torch's ``Adam``, ``AdamW``, ``SGD``, ``Adagrad`` or ``Muon`` into its fused counterpart, in place.
 
     ::
 
@@ -179,11 +179,12 @@ def fuse(
         optimizers.fuse(optimizer)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
 
-    It stays the same object, with its groups, state and hooks, so schedulers made before go on driving it. It is an
-    instance of torch's class and of ours, its groups have torch's keys, and its ``state_dict()`` loads in either.
+    The optimizer stays the same object, with its groups, state and hooks, so existing schedulers keep driving it. It is
+    an instance of torch's class and of halfstep's, its groups have torch's keys, and its ``state_dict()`` loads in
+    either.
 
     Args:
-        optimizer: of exactly one of these classes, not yet given to ``amp.initialize``.
+        optimizer: an instance of exactly one of these classes, not yet passed to ``amp.initialize``.
         master_weights: see ``FusedOptions``.
         max_grad_norm: see ``FusedOptions``.
         state_dtype: see ``FusedOptions``.
@@ -192,8 +193,8 @@ def fuse(
         The optimizer.
 
     Raises:
-        ArgumentTypeError: for an optimizer of another class, or a parameter that is no real floating-point tensor.
-        ArgumentValueError: for anything else that ``can_fuse`` names.
+        ArgumentTypeError: for an optimizer of another class, or a parameter that is not a real floating-point tensor.
+        ArgumentValueError: if another condition of ``can_fuse`` is not met.
     """
     options = FusedOptions(max_grad_norm, master_weights, state_dtype)
     obstacle = _obstacle(optimizer)
@@ -209,14 +210,14 @@ def fuse(
 
 
 def has_moments(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is a fused optimizer, or can be one, that keeps moments."""
+    """True if an optimizer is fused, or can be fused, and keeps moments."""
     fused = type(optimizer) if isinstance(optimizer, FusedOptimizer) else _FUSED.get(type(optimizer))
     can = isinstance(optimizer, FusedOptimizer) or can_fuse(optimizer)
     return can and fused is not None and not issubclass(fused, FusedAdagrad)
 
 
 def fused_base(optimizer: torch.optim.Optimizer, options: FusedOptions | None = None) -> type[OfTorch]:
-    """The fused class of an optimizer that ``can_fuse`` takes, after what the class needs was put on the optimizer."""
+    """Return the fused class of an optimizer that ``can_fuse`` accepts, after adding its data to the optimizer."""
     optimizer._fused = FusedData.of(optimizer, options or FusedOptions())  # type: ignore[attr-defined]
     _drop_spoilt_masters(optimizer)
     return _FUSED[type(optimizer)]
@@ -224,19 +225,19 @@ def fused_base(optimizer: torch.optim.Optimizer, options: FusedOptions | None = 
 
 @torch.no_grad()
 def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
-    """Turn what ``fuse`` made back into torch's optimizer, in place.
+    """Turn an optimizer that ``fuse`` converted back into torch's optimizer, in place.
 
-    Its state is what torch's class keeps: in fp32 for a parameter that had a master, else in the parameter's dtype.
+    Its state becomes torch's: in fp32 for a parameter that had a master, else in the parameter's dtype.
 
     Args:
         optimizer: a fused ``torch.optim.Adam``, ``AdamW``, ``SGD``, ``Adagrad`` or ``Muon``.
 
     Returns:
-        The fp32 values of the 16-bit parameters that had masters. They are not kept anywhere else from now on, and
-        torch's step needs them as its parameters: its state and a 16-bit parameter do not go together.
+        The fp32 values of the 16-bit parameters that had masters. No other copy of them remains, and torch's step needs
+        them as its parameters, because its fp32 state does not match a 16-bit parameter.
 
     Raises:
-        ArgumentTypeError: for an optimizer that ``fuse`` did not make.
+        ArgumentTypeError: for an optimizer that ``fuse`` did not convert.
     """
     if not isinstance(optimizer, OfTorch):
         raise ArgumentTypeError(f"unfuse takes what fuse has made, not {type(optimizer).__name__}.")
@@ -263,7 +264,7 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
 
 
 def _obstacle(optimizer: torch.optim.Optimizer) -> HalfstepError | None:
-    """Why this optimizer cannot be fused."""
+    """Return the error that tells why an optimizer cannot be fused; None if it can."""
     kind = type(optimizer)
     if hasattr(optimizer, "_amp_stash") and not isinstance(optimizer, FusedOptimizer):
         return ArgumentValueError("fuse comes before amp.initialize or amp.decorate, not after.")
@@ -298,7 +299,7 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> HalfstepError | None:
 
 
 def _drop_spoilt_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Forget masters that torch's class has carried along, and cast, while it stepped on the weights themselves."""
+    """Remove masters that torch's class kept, and cast, while it stepped on the weights themselves."""
     for state in entries(optimizer.state).values():
         for name, dtype in _MASTERS.items():
             if name in state and state[name].dtype is not dtype:
@@ -306,7 +307,7 @@ def _drop_spoilt_masters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _take_master(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor | None:
-    """Take the master of a parameter out of its state."""
+    """Remove the master of a parameter from its state, and return it."""
     found = any(name in state for name in _MASTERS) and param.dtype in HALF_DTYPES
     master = master_value(param, state) if found else None
     for name in _MASTERS:
@@ -315,10 +316,10 @@ def _take_master(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor | N
 
 
 def _restore(param: torch.Tensor, state: dict[str, Any], group: Hyper, dtype: torch.dtype, counts: bool) -> None:
-    """Make what fused steps kept for a parameter what torch's class would have kept."""
+    """Convert the state of a parameter from the fused form to torch's form."""
     step = state.pop("step", None)
     if not counts and isinstance(step, torch.Tensor) and not step.item():
-        state.clear()  # every step was skipped, and torch takes any buffer for one that has begun
+        state.clear()  # every step was skipped, and torch considers any buffer as initialized
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             state[name] = value.to(dtype)

@@ -1,4 +1,4 @@
-"""LAMB: Adam's step, scaled for each parameter by the ratio of its norm to the step's."""
+"""LAMB: Adam's step, scaled per parameter by the ratio of the parameter's norm to the step's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lamb_moments(
     grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any,
     *, factor: Any, l2: Any, beta1: Any, new1: Any, beta2: Any, new2: Any, scale: Any, root: Any, eps: Any, decay: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The first pass of LAMB (You et al., arXiv 1904.00962): the moments, and the norms of weight and direction."""
+    """Run LAMB's first pass (You et al., arXiv 1904.00962): the moments, and the norms of weight and direction."""
     grad = grad * factor + param * l2
     exp_avg = exp_avg * beta1 + grad * new1
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * new2
@@ -47,7 +47,7 @@ def lamb_moments(
 def lamb_apply(
     param: Any, exp_avg: Any, exp_avg_sq: Any, *, scale: Any, root: Any, eps: Any, decay: Any, rate: Any
 ) -> dict[str, Any]:
-    """The second pass: the direction is worked out again, which moves no more bytes than storing it would."""
+    """Apply the step: LAMB's second pass, which recomputes the direction and moves no more bytes than a stored one."""
     return {"param": param - _direction(param, exp_avg, exp_avg_sq, scale, root, eps, decay) * rate}
 
 
@@ -56,7 +56,7 @@ def lamb_direction(
     grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any, update: Any,
     *, factor: Any, l2: Any, beta1: Any, new1: Any, beta2: Any, new2: Any, scale: Any, root: Any, eps: Any, decay: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The first pass with the direction stored, for those who work out its norm themselves."""
+    """Run the first pass and store the direction, for callers that compute its norm themselves."""
     moments = lamb_moments.fn(
         grad, param, exp_avg, exp_avg_sq,
         factor=factor, l2=l2, beta1=beta1, new1=new1, beta2=beta2, new2=new2,
@@ -66,17 +66,17 @@ def lamb_direction(
 
 
 def trust_ratio(weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
-    """The norm of a weight over the norm of its step, 1 where either is zero."""
+    """Divide the norm of a weight by the norm of its step; 1 if either is zero."""
     return torch.where((weight > 0) & (direction > 0), weight / direction, 1.0)
 
 
 def lamb_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Number]:
-    """The numbers of the three kernels, but for the ``rate`` of ``lamb_apply``.
+    """Compute the numbers of the three kernels, without the ``rate`` of ``lamb_apply``.
 
     Args:
         group: ``betas``, ``eps``, ``weight_decay``, ``adam_w_mode``, ``bias_correction`` and ``grad_averaging``.
-        t: which step this is, counted from 1, in float64.
-        factor: what gradients are to be multiplied by.
+        t: the number of the step, from 1, in float64.
+        factor: the factor for gradients.
     """
     beta1, beta2 = group["betas"]
     weight_decay, decoupled, corrected = group["weight_decay"], group["adam_w_mode"], group["bias_correction"]
@@ -95,29 +95,29 @@ def lamb_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Num
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB as Apex has it, in two passes over all parameters.
+    """Apex's LAMB, in two passes over all parameters.
 
-    The gradients of all groups together are clipped to ``max_grad_norm`` first. State as Adam's; gradients are left
-    as they are.
+    The gradients of all groups together are clipped to ``max_grad_norm`` first. The state equals Adam's; gradients are
+    not changed.
 
     Args:
         params: parameters or groups of them.
         lr: learning rate, a number or 0-dim tensor.
-        bias_correction: divide the moments by what their start at zero left out.
-        betas: decay of the first and the second moment.
+        bias_correction: correct the moments for their start at zero.
+        betas: decay rates of the first and the second moment.
         eps: added to the root of the second moment.
-        weight_decay: its strength.
+        weight_decay: weight decay coefficient.
         amsgrad: refused, as in Apex.
-        adam_w_mode: weight decay apart from the gradient; False adds it to the gradient.
-        grad_averaging: weigh the gradient by 1 - betas[0] in the first moment; False takes it whole.
-        set_grad_none: what ``zero_grad()`` does by default.
+        adam_w_mode: decoupled weight decay; False adds weight decay to the gradient.
+        grad_averaging: weight the gradient by 1 - betas[0] in the first moment; False uses a weight of 1.
+        set_grad_none: the default of ``zero_grad(set_to_none=...)``.
         max_grad_norm: see ``FusedOptions``; None does not clip.
-        use_nvlamb: scale by the ratio of norms also where ``weight_decay`` is 0.
+        use_nvlamb: scale by the ratio of norms even if ``weight_decay`` is 0.
         master_weights: see ``FusedOptions``.
-        maximize: go up the gradient.
-        state_dtype: of the moments; see ``FusedOptions``.
+        maximize: maximize the objective instead of minimizing it.
+        state_dtype: storage of the moments; see ``FusedOptions``.
         rounding: see ``FusedOptions``.
-        seed: of stochastic rounding.
+        seed: seed of stochastic rounding.
 
     Raises:
         ArgumentValueError: for a value out of range, or ``amsgrad``.
@@ -165,12 +165,12 @@ class FusedLAMB(FusedOptimizer):
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """``FusedLAMB`` with fp32 masters behind its 16-bit parameters, under the name and arguments Apex had for it.
+    """``FusedLAMB`` with fp32 masters for its 16-bit parameters, with Apex's name and arguments.
 
     Args:
         params: parameters or groups of them.
         lr: learning rate, a number or 0-dim tensor.
-        step: from which step on to count.
+        step: the initial step count.
         bias_correction: as in ``FusedLAMB``.
         betas: as in ``FusedLAMB``.
         eps: as in ``FusedLAMB``.
@@ -180,7 +180,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         grad_averaging: as in ``FusedLAMB``.
         max_grad_norm: as in ``FusedLAMB``.
         use_nvlamb: as in ``FusedLAMB``.
-        reduced_precision_dtype: kept for Apex; every 16-bit parameter gets a master.
+        reduced_precision_dtype: accepted for Apex; every 16-bit parameter gets a master.
         master_weights: see ``FusedOptions``.
 
     Raises:

@@ -1,9 +1,8 @@
 """The moments in the state of a parameter: one tensor each, or 8-bit codes with the largest magnitude of each block.
 
 In ``optimizer.state[p]`` codes and magnitudes are ``exp_avg_codes`` (uint8, like the parameter) and ``exp_avg_absmax``
-(float32, one number for each block of 256 elements, in the order in which the codes lie in memory). They have names of
-their own, because torch's classes would cast codes to numbers without a word. Of a sharded parameter the blocks are
-those of the part that lies here.
+(float32, one number per block of 256 elements, in the order of the codes in memory). They have separate names, because
+torch's classes would silently cast codes to numbers. Blocks of a sharded parameter divide its local part.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ __all__ = ["adapt", "keys", "parts", "value"]
 
 
 def keys(name: str, storage: Storage) -> tuple[str, ...]:
-    """Where the tensors of a moment are in the state of a parameter."""
+    """Return the keys of a moment's tensors in the state of a parameter."""
     return (f"{name}_codes", f"{name}_absmax") if storage.kind == "blockwise" else (name,)
 
 
 def adapt(
     param: torch.Tensor, state: dict[str, Any], name: str, initial: float, storage: Storage, coded: Storage
 ) -> None:
-    """Give a moment the form that ``storage`` asks for, keeping the value of the one it has.
+    """Convert a moment to the form of ``storage``, keeping its value.
 
     Args:
         param: the parameter.
         state: ``optimizer.state[param]``.
-        name: of the moment.
-        initial: its value where there is none; 0 for one that may be kept in 8 bits.
-        storage: how it is to be kept.
-        coded: how codes that are there are to be read.
+        name: the name of the moment.
+        initial: the value of a new moment; 0 if it may be kept in 8 bits.
+        storage: the target form.
+        coded: the form of existing codes.
 
     Raises:
-        UsageError: for codes whose blocks are not those of the part of the parameter that lies here.
+        UsageError: for codes whose blocks do not divide the local part of the parameter.
     """
     dtype, (codes, absmax) = storage.dtypes[0], keys(name, coded)
     kept = state.get(name)
@@ -71,13 +70,13 @@ def adapt(
 
 
 def value(state: dict[str, Any], name: str, storage: Storage) -> torch.Tensor:
-    """A moment that is kept as codes, as float32: cut and laid out as they are. Quantized again it gives the same."""
+    """Read a moment from its codes as float32, sharded and laid out like the codes; quantizing restores the codes."""
     codes, absmax = (state[key] for key in keys(name, storage))
     return rewrapped(widened(local(codes), absmax.to(codes.device), storage), codes)
 
 
 def parts(states: list[dict[str, Any]], name: str, storage: Storage) -> tuple[list[torch.Tensor], ...]:
-    """The columns of a moment in a table."""
+    """Return the columns of a moment for a table."""
     tensors = [[state[key] for state in states] for key in keys(name, storage)]
     if storage.kind == "blockwise":
         tensors.append([map_on(storage, states[0][keys(name, storage)[0]].device)] * len(states))

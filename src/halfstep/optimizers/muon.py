@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model, and AdamW for all else, in one optimizer."""
+"""Muon for the matrices of a model and AdamW for all other parameters, in one optimizer."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLay
 __all__ = ["FusedMuon", "UseMuon", "hidden_matrix", "muon_apply", "muon_direction"]
 
 UseMuon = bool | Callable[[str, torch.Tensor], bool]
-"""Whether a group takes Muon, or a function of the name and the tensor of a parameter that says so."""
+"""The rule of a group: True for Muon, False for AdamW, or a function of a parameter's name and tensor."""
 
 _EMBEDDINGS = frozenset((
     "embed", "embedding", "embeddings", "embed_tokens", "embed_positions", "tok_embeddings", "token_embedding",
     "word_embeddings", "position_embeddings", "wte", "wpe", "patch_embed", "pos_embed",
 ))  # fmt: skip
 _HEADS = frozenset(("head", "lm_head", "classifier", "output", "embed_out", "score", "shared"))
-_BATCH = 1 << 24  # elements; larger batches of matrices are no faster, and their copies take memory
+_BATCH = 1 << 24  # elements; larger batches of matrices are not faster, and their copies need memory
 
 
 def hidden_matrix(name: str, param: torch.Tensor) -> bool:
-    """The default rule of ``FusedMuon``: whether a parameter is a matrix, or a stack of them, between hidden layers.
+    """True if a parameter is a matrix, or a stack of them, between hidden layers: the default rule of ``FusedMuon``.
 
-    It is, with two dimensions or more, unless a part of its name between dots is that of an embedding
-    (``embed_tokens``, ``wte`` and the like), or the module that has it is called a head (``lm_head``, ``classifier``).
+    This holds for two or more dimensions, unless a part of the name between dots denotes an embedding
+    (``embed_tokens``, ``wte`` and so on), or the name of the owning module denotes a head (``lm_head``,
+    ``classifier``).
 
     Args:
-        name: as ``model.named_parameters()`` gives it.
+        name: the name from ``model.named_parameters()``.
         param: the parameter.
 
     Raises:
@@ -63,7 +64,7 @@ def muon_direction(
     grad: Any, momentum_buffer: Any, direction: Any,
     *, factor: Any, new: Any, direct: Any, smoothed: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The first pass of Muon: the momentum, and the direction whose singular values are then made 1."""
+    """Update the momentum and compute the direction, whose singular values are then made 1: Muon's first pass."""
     grad = grad * factor
     momentum_buffer = momentum_buffer + (grad - momentum_buffer) * new
     return {"momentum_buffer": momentum_buffer, "direction": grad * direct + momentum_buffer * smoothed}
@@ -71,7 +72,7 @@ def muon_direction(
 
 @elementwise_kernel()
 def muon_apply(param: Any, direction: Any, *, decay: Any, rate: Any) -> dict[str, Any]:
-    """The second pass: weight decay, and the step."""
+    """Apply weight decay and the step: Muon's second pass."""
     return {"param": param * decay - direction * rate}
 
 
@@ -79,39 +80,39 @@ class FusedMuon(FusedOptimizer):
     """``torch.optim.Muon`` for the weights of hidden layers, and AdamW for all other parameters.
 
     Muon (K. Jordan et al., https://kellerjordan.github.io/posts/muon/) makes the singular values of its momentum about
-    1 before it steps. Here one pass unscales, clips and adds to the momentum, a few batched products serve all weights
-    of a shape, and one pass writes weights and masters.
+    1 before it steps. One pass unscales, clips and adds to the momentum, a few batched products serve all weights of a
+    shape, and one pass writes weights and masters.
 
-    A group of parameters that does not say ``use_muon`` becomes two, by the rule; each says then what it takes, and
-    ``print(optimizer)`` shows it. A weight of three dimensions is a stack of matrices, such as experts. One of more
-    dimensions is one matrix of ``shape[0]`` rows. A 1-d convolution's weight looks like a stack, and is none: say
-    ``use_muon=False`` for it.
+    A group of parameters without ``use_muon`` is split into two by the rule, each with its ``use_muon``, which
+    ``print(optimizer)`` shows. A weight of three dimensions is a stack of matrices, such as experts. A weight of more
+    dimensions is one matrix of ``shape[0]`` rows. The weight of a 1-d convolution looks like a stack but is not one:
+    set ``use_muon=False`` for it.
 
-    State: ``momentum_buffer`` as torch's Muon has it; ``step``, ``exp_avg`` and ``exp_avg_sq`` as torch's AdamW.
+    State: ``momentum_buffer`` as in torch's Muon; ``step``, ``exp_avg`` and ``exp_avg_sq`` as in torch's AdamW.
 
     Args:
         params: named parameters (``model.named_parameters()``), parameters, or groups of them.
-        lr: learning rate of both, a number or 0-dim tensor. See ``adjust_lr_fn``.
-        weight_decay: its strength, apart from the gradient.
-        momentum: share of the momentum that is kept.
+        lr: learning rate of both parts, a number or 0-dim tensor. See ``adjust_lr_fn``.
+        weight_decay: decoupled weight decay coefficient.
+        momentum: momentum factor.
         nesterov: look ahead by one momentum step.
         ns_coefficients: a, b and c of the Newton-Schulz iteration.
-        eps: the least norm that the momentum is divided by.
-        ns_steps: of the iteration; below 100.
-        adjust_lr_fn: by what the rate of a matrix of A rows and B columns is multiplied. "original" and None:
+        eps: the minimum norm by which the momentum is divided.
+        ns_steps: number of iterations; below 100.
+        adjust_lr_fn: the factor for the learning rate of a matrix of A rows and B columns. "original" and None:
             sqrt(max(1, A / B)). "match_rms_adamw": 0.2 * sqrt(max(A, B)), with which one rate suits Muon and AdamW
             (Liu et al., arXiv 2502.16982).
         use_muon: the rule: True, False, or a function of name and parameter. A group may have its own.
-        betas: of AdamW.
-        adam_eps: of AdamW.
-        ns_dtype: of the products; None is bfloat16 on a device with units for it, and float32 elsewhere.
-        set_grad_none: what ``zero_grad()`` does by default.
+        betas: ``betas`` of AdamW.
+        adam_eps: ``eps`` of AdamW.
+        ns_dtype: dtype of the products; None is bfloat16 on a device with units for it, and float32 elsewhere.
+        set_grad_none: the default of ``zero_grad(set_to_none=...)``.
         master_weights: see ``FusedOptions``.
-        maximize: go up the gradient.
+        maximize: maximize the objective instead of minimizing it.
         max_grad_norm: see ``FusedOptions``.
-        state_dtype: of momentum and moments; see ``FusedOptions``.
+        state_dtype: storage of momentum and moments; see ``FusedOptions``.
         rounding: see ``FusedOptions``.
-        seed: of stochastic rounding.
+        seed: seed of stochastic rounding.
 
     Raises:
         ArgumentValueError: for a value out of range, a vector with ``use_muon=True``, or a matrix without a name where
@@ -147,7 +148,7 @@ class FusedMuon(FusedOptimizer):
         super().__init__(**arguments(locals()))
 
     def add_param_group(self, param_group: Hyper) -> None:
-        """Add a group, or the two that its rule makes of it; what it does not say has its default.
+        """Add a group, or the two into which its rule splits it; missing options get their defaults.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: see the class. No group has been added then.
@@ -175,7 +176,7 @@ class FusedMuon(FusedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state.get("param_groups", ()):
-            group.setdefault("use_muon", True)  # torch's Muon does not say it
+            group.setdefault("use_muon", True)  # missing in states of torch's Muon
         super().__setstate__(state)
 
     def _check(self, group: Hyper) -> None:
@@ -253,7 +254,7 @@ class FusedMuon(FusedOptimizer):
 
 
 def _rate(group: Hyper, rows: int, columns: int) -> float:
-    """By what the learning rate of a matrix is multiplied."""
+    """Compute the factor for the learning rate of a matrix."""
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns)) if columns else 1.0

@@ -1,16 +1,17 @@
 """The Newton-Schulz iteration of Muon on stacks of matrices.
 
-Two things make it cheaper than it is written, for matrices of m rows and n columns, m <= n:
+Two optimizations make it cheaper than the formula, for matrices of m rows and n columns, m <= n:
 
-- Several iterations are done on the Gram matrix G = X X^T, which is m x m, and X is multiplied once after them. The
-  factor of each iteration is a polynomial in G, so all of them commute, and the next G is this one times the square of
-  the factor. A pair of iterations costs 4 m^2 n + 10 m^3 operations where it cost 8 m^2 n + 4 m^3. This is the idea of
-  T. Dao's gram-newton-schulz. A Gram matrix has the squares of the singular values, which 16 bits hold less well: with
-  two iterations and then a new Gram matrix the result is as near to that in float64 as it is without, and with three it
-  is not. In fp32 all iterations are one run. Relative errors in bfloat16 with runs of two, and without as in torch:
-  0.015 and 0.012 (normal numbers), 0.10 and 0.12 (condition 1e6), 0.51 and 0.56 (rank 2), 0.72 and 0.75 (rank 1), 0.07
-  and 0.02 (all of one size). Both take what bfloat16 rounds off a low rank for small singular values, and raise them.
-- These products are symmetric. On a CPU, where their size pays it, only the blocks below the diagonal are computed.
+- Several iterations run on the Gram matrix G = X X^T, which is m x m, and X is multiplied once after them. The factor
+  of each iteration is a polynomial in G, so all factors commute, and the next G is this one times the square of the
+  factor. A pair of iterations costs 4 m^2 n + 10 m^3 operations instead of 8 m^2 n + 4 m^3. The idea is from T. Dao's
+  gram-newton-schulz. A Gram matrix has the squares of the singular values, which 16 bits represent less accurately:
+  with a new Gram matrix after every two iterations the result is as close to the float64 result as without it, and
+  after every three it is not. In fp32 all iterations are one run. Relative errors in bfloat16 with runs of two, and
+  without as in torch: 0.015 and 0.012 (normal numbers), 0.10 and 0.12 (condition 1e6), 0.51 and 0.56 (rank 2), 0.72
+  and 0.75 (rank 1), 0.07 and 0.02 (equal singular values). For low ranks both mistake rounding errors of bfloat16
+  for small singular values, and raise them.
+- These products are symmetric. On a CPU, for large sizes, only the blocks below the diagonal are computed.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ import torch
 from ..core.hardware import has_units
 
 _BLOCKS = {2: (1024, 256), 4: (512, 128), 8: (512, 128)}
-"""By the bytes of a number: the rows from which a symmetric product is faster in blocks, and the rows of a block."""
-_WORTH_GRAM = 1.5  # columns for each row from which runs on the Gram matrix take fewer operations
-_FEW = 128  # rows: of fewer, these runs are no faster
+"""By bytes per number: the row count from which symmetric products are faster in blocks, and the rows of a block."""
+_WORTH_GRAM = 1.5  # columns per row from which runs on the Gram matrix need fewer operations
+_FEW = 128  # rows: with fewer rows these runs are not faster
 
 __all__ = ["counts_of", "matrix_shape", "parts_of", "product_dtype", "unit_singular_values"]
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """Rows and columns of the matrices that a weight of this shape is.
+    """Return the rows and columns of the matrices of a weight.
 
-    A weight of 3 dimensions is a stack: the first one counts matrices. Of more dimensions, as a convolution's, all but
-    the first are columns of one matrix, as in Keller Jordan's reference.
+    A weight of 3 dimensions is a stack, whose first dimension counts matrices. For more dimensions, as in convolutions,
+    all dimensions except the first are columns of one matrix, as in Keller Jordan's reference.
     """
     if len(shape) <= 3:
         return shape[-2], shape[-1]
@@ -42,7 +43,7 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 
 
 def product_dtype(param: torch.Tensor, chosen: torch.dtype | None) -> torch.dtype:
-    """In which dtype the products for a weight run: as chosen, or bfloat16 on a device with units for it, else float32.
+    """Choose the dtype of a weight's products: the chosen one, bfloat16 on a device with units for it, else float32.
 
     Weights in float64 are multiplied in float64.
     """
@@ -52,19 +53,19 @@ def product_dtype(param: torch.Tensor, chosen: torch.dtype | None) -> torch.dtyp
 
 
 def counts_of(params: Sequence[torch.Tensor]) -> list[int]:
-    """How many matrices each weight is."""
+    """Count the matrices of each weight."""
     return [p.shape[0] if p.dim() == 3 else 1 for p in params]
 
 
 def parts_of(stack: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The part of a contiguous stack of shape [matrices, rows, columns] that is of each weight, in its shape."""
+    """Split a contiguous stack of shape [matrices, rows, columns] into the weights, each in its shape."""
     return [part.view(p.shape) for part, p in zip(stack.split(counts_of(params)), params, strict=True)]
 
 
 def unit_singular_values(
     stack: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """Matrices with the singular vectors of those given, and singular values of about 1: between 0.5 and 1.5.
+    """Compute matrices with the same singular vectors and singular values of about 1: between 0.5 and 1.5.
 
     For each matrix X, scaled to a Frobenius norm of 1, ``steps`` times::
 
@@ -73,10 +74,10 @@ def unit_singular_values(
     Source: K. Jordan et al., https://kellerjordan.github.io/posts/muon/, as ``torch.optim.Muon`` has it.
 
     Args:
-        stack: of shape [matrices, rows, columns]; overwritten.
+        stack: a tensor of shape [matrices, rows, columns]; overwritten.
         coefficients: a, b and c.
-        steps: how many times.
-        eps: the least norm that a matrix is divided by.
+        steps: the number of iterations.
+        eps: the minimum norm by which a matrix is divided.
 
     Returns:
         A tensor of the shape and dtype of ``stack``.
@@ -92,7 +93,7 @@ def unit_singular_values(
 
 
 def _iterate(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
-    """The iteration on a matrix or a stack of them."""
+    """Run the iteration on a matrix or a stack of matrices."""
     a, b, c = coefficients
     tall = x.size(-2) > x.size(-1)
     if tall:
@@ -116,7 +117,7 @@ def _iterate(x: torch.Tensor, coefficients: tuple[float, float, float], steps: i
 
 
 def _runs(steps: int, x: torch.Tensor) -> list[int]:
-    """How many iterations go on on one Gram matrix, for each run of them."""
+    """Return the number of iterations on one Gram matrix, for each run."""
     if x.size(-2) < _FEW or x.size(-1) < _WORTH_GRAM * x.size(-2):
         return [1] * steps
     longest = 2 if x.dtype.itemsize == 2 else max(steps, 1)
@@ -129,7 +130,7 @@ def _runs(steps: int, x: torch.Tensor) -> list[int]:
 def _symmetric(
     left: torch.Tensor, right: torch.Tensor, add: torch.Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
 ) -> torch.Tensor:
-    """``alpha left right + beta add`` (or only ``left right``), which is symmetric."""
+    """Compute ``alpha left right + beta add`` (or only ``left right``), which is symmetric."""
     if left.dim() == 3:
         return left.bmm(right) if add is None else torch.baddbmm(add, left, right, beta=beta, alpha=alpha)
     size = left.size(0)

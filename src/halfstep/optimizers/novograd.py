@@ -1,4 +1,4 @@
-"""NovoGrad: gradients normalized by a moving norm for each parameter, one number where Adam keeps a tensor."""
+"""NovoGrad: gradients normalized by a moving norm per parameter, a number instead of Adam's second-moment tensor."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def novograd(
     grad: Any, param: Any, exp_avg: Any,
     *, factor: Any, l2: Any, beta1: Any, new1: Any, rate: Any, decay: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """One element of NovoGrad (Ginsburg et al., arXiv 1905.11286); the norm of the gradient is in the numbers."""
+    """Update one element by NovoGrad (Ginsburg et al., arXiv 1905.11286); the numbers include the gradient's norm."""
     exp_avg = exp_avg * beta1 + (grad * factor + param * l2) * new1
     return {"param": param * decay - exp_avg * rate, "exp_avg": exp_avg}
 
 
 def moving_norm(before: torch.Tensor, norm: torch.Tensor, beta2: float, norm_type: int) -> torch.Tensor:
-    """The moving norm of gradients after a step, from that before it and the norms of the step's gradients."""
+    """Update the moving norm of gradients by the norms of a step's gradients."""
     if norm_type == 2:
         return (beta2 * before.square() + (1.0 - beta2) * norm.square()).sqrt()
     return beta2 * before + (1.0 - beta2) * norm
 
 
 def novograd_scalars(group: Hyper, t: torch.Tensor, factor: Number, moving: torch.Tensor) -> dict[str, Number]:
-    """The numbers of ``novograd``.
+    """Compute the numbers of ``novograd``.
 
     Args:
         group: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``bias_correction``, ``reg_inside_moment`` and
             ``grad_averaging``.
-        t: which step this is, counted from 1, in float64.
-        factor: what gradients are to be multiplied by.
+        t: the number of the step, from 1, in float64.
+        factor: the factor for gradients.
         moving: the moving norms: float64 of shape [rows].
     """
     beta1, beta2 = group["betas"]
@@ -63,29 +63,29 @@ def novograd_scalars(group: Hyper, t: torch.Tensor, factor: Number, moving: torc
 
 
 class FusedNovoGrad(FusedOptimizer):
-    """NovoGrad as Apex has it: one read of the gradients for their norms, one pass for the update.
+    """Apex's NovoGrad: one read of the gradients for their norms, one pass for the update.
 
-    State: ``step``, ``exp_avg``, and ``exp_avg_sq``, which is one number, the moving norm (not its square).
+    State: ``step``, ``exp_avg``, and ``exp_avg_sq``, a single number: the moving norm (not its square).
 
     Args:
         params: parameters or groups of them.
         lr: learning rate, a number or 0-dim tensor.
-        bias_correction: divide the moments by what their start at zero left out.
-        betas: decay of the first moment and of the norm.
+        bias_correction: correct the moments for their start at zero.
+        betas: decay rates of the first moment and of the norm.
         eps: added to the norm.
-        weight_decay: its strength.
+        weight_decay: weight decay coefficient.
         amsgrad: refused, as in Apex.
-        reg_inside_moment: normalize the gradient and add weight decay before the first moment; False after it.
-        grad_averaging: weigh the gradient by 1 - betas[0] in the first moment; False takes it whole.
+        reg_inside_moment: normalize the gradient and add weight decay before the first moment; False does so after it.
+        grad_averaging: weight the gradient by 1 - betas[0] in the first moment; False uses a weight of 1.
         norm_type: 2, or 0 for the largest magnitude.
-        init_zero: start the norm at zero; False starts at the first gradient's.
-        set_grad_none: what ``zero_grad()`` does by default.
+        init_zero: start the norm at zero; False starts at the first gradient's norm.
+        set_grad_none: the default of ``zero_grad(set_to_none=...)``.
         master_weights: see ``FusedOptions``.
-        maximize: go up the gradient.
+        maximize: maximize the objective instead of minimizing it.
         max_grad_norm: see ``FusedOptions``.
-        state_dtype: of the moments; see ``FusedOptions``.
+        state_dtype: storage of the moments; see ``FusedOptions``.
         rounding: see ``FusedOptions``.
-        seed: of stochastic rounding.
+        seed: seed of stochastic rounding.
 
     Raises:
         ArgumentValueError: for a value out of range, another norm, or ``amsgrad``.
@@ -138,7 +138,7 @@ class FusedNovoGrad(FusedOptimizer):
 
 
 def _largest(rows: ParamRows) -> torch.Tensor:
-    """The largest magnitude of each gradient: shape [rows], in the ``scalar_dtype`` of the device."""
+    """Find the largest magnitude of each gradient: shape [rows], in the ``scalar_dtype`` of the device."""
     grads = rows.table.columns["grad"][1][0]
     result = torch.zeros(len(grads), dtype=scalar_dtype(rows.device), device=rows.device)
     filled = [i for i, g in enumerate(grads) if g.numel()]

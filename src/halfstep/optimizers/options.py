@@ -1,4 +1,4 @@
-"""The options that all fused optimizers share, the check of hyperparameters, and a warning of updates that get lost."""
+"""The options that all fused optimizers share, the check of hyperparameters, and the warning about lost updates."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ _SMALL = 4096  # elements; a tensor of fewer is not worth 8 bits (Dettmers et al
 
 @dataclass(frozen=True)
 class FusedOptions:
-    """How one optimizer stores weights and state, and whether it clips.
+    """The storage of an optimizer's weights and state, and its clipping.
 
     Attributes:
-        max_grad_norm: clip the 2-norm of all gradients together to this, as ``clip_grad_norm_`` would; None does not.
+        max_grad_norm: the maximum 2-norm of all gradients together, clipped as by ``clip_grad_norm_``; None does not
+            clip.
         master_weights: ``"split"`` keeps the fp32 value of a bfloat16 weight as the weight and an int16 remainder,
             ``"plain"`` keeps an fp32 copy, True the former for bfloat16 and the latter for float16, or for both on a
             CPU without a C++ compiler; None or False updates the 16-bit weight itself.
-        state_dtype: of the moments. ``"8bit"`` keeps 8-bit codes for each moment and one float32 number for each block
-            of 256 elements (``kernels.blockwise``), but for parameters with less than two dimensions, which norms and
-            biases are, for those with less than 4,096 elements, and for float64 ones. ``torch.bfloat16`` is for the
-            first moment, and second moments are float32 then. None is float32.
+        state_dtype: the storage of the moments. ``"8bit"`` keeps 8-bit codes for each moment and one float32 number per
+            block of 256 elements (``kernels.blockwise``), except for parameters with fewer than two dimensions, such as
+            norms and biases, with fewer than 4,096 elements, or in float64. ``torch.bfloat16`` applies to the first
+            moment, and second moments are float32 then. None is float32.
         rounding: ``"nearest"`` or, for bfloat16 weights without masters, ``"stochastic"``.
-        seed: of stochastic rounding.
+        seed: the seed of stochastic rounding.
 
     Raises:
-        ArgumentValueError: for a value that is not one of these.
+        ArgumentValueError: for a value that is not allowed.
         ArgumentTypeError: for a value of the wrong type.
     """
 
@@ -71,10 +72,10 @@ class FusedOptions:
         object.__setattr__(self, "state_dtype", parse_state_form(self.state_dtype))
 
     def storage(self, dtype: torch.dtype, device: torch.device | str) -> Storage:
-        """How a weight of this dtype is stored on a device.
+        """Choose the storage of a weight of this dtype on a device.
 
         Raises:
-            ArgumentValueError: for a float16 weight where only bfloat16 can be.
+            ArgumentValueError: for a float16 weight with an option that needs bfloat16.
         """
         if dtype not in HALF_DTYPES:
             return dense(dtype)
@@ -86,7 +87,7 @@ class FusedOptions:
             )
         if self.master_weights == "plain":
             return plain(dtype)
-        # torch's own steps, on which the backend of this name runs, take masters that are whole.
+        # torch's fused steps, which the backend "torch" uses, need whole masters.
         if self.master_weights is True and (dtype is torch.float16 or backend_for(device) == "torch"):
             return plain(dtype)
         if self.master_weights:
@@ -94,12 +95,12 @@ class FusedOptions:
         return stochastic(dtype) if self.rounding == "stochastic" else dense(dtype)
 
     def quantizes(self, param: torch.Tensor) -> bool:
-        """Whether the moments of a parameter are 8-bit codes. Of a sharded one the whole decides, on any mesh."""
+        """True if a parameter's moments are 8-bit codes. The whole size of a sharded parameter decides, on any mesh."""
         matrix = param.dim() >= 2 or is_flattened(param)
         return self.state_dtype == "8bit" and matrix and param.numel() >= _SMALL and param.dtype is not torch.float64
 
     def state_storage(self, moment: Literal["first", "second"] | None, param: torch.Tensor) -> Storage:
-        """How a moment of a parameter is stored, or something else that is kept for each of its elements (None)."""
+        """Choose the storage of a parameter's moment, or of other state per element (``moment=None``)."""
         if moment is not None and self.quantizes(param):
             return SIGNED if moment == "first" else UNSIGNED
         if param.dtype is torch.float64:
@@ -113,11 +114,11 @@ def check_hyperparameters(group: Mapping[str, Any], *names: str) -> None:
 
     Args:
         group: a parameter group, or the defaults of all groups. A tensor in it is read.
-        names: which of its entries to look at.
+        names: the entries to check.
 
     Raises:
-        ArgumentValueError: if a number is outside.
-        ArgumentTypeError: if it is no number.
+        ArgumentValueError: if a number is out of range.
+        ArgumentTypeError: if a value is not a number.
     """
     for name in names:
         value = group[name]
@@ -133,11 +134,11 @@ def check_hyperparameters(group: Mapping[str, Any], *names: str) -> None:
 
 
 def warn_of_lost_updates(optimizer: str, groups: Iterable[dict[str, Any]]) -> None:
-    """Warn where a learning rate changes 16-bit weights by less than half of their last bit.
+    """Warn if a learning rate changes 16-bit weights by less than half of their last bit.
 
     Args:
-        optimizer: the name of its class.
-        groups: its parameter groups; the first of which this is true is told.
+        optimizer: the name of the optimizer's class.
+        groups: the parameter groups; the warning names the first affected one.
     """
     for group in groups:
         lr = group["lr"]

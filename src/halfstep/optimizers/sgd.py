@@ -21,7 +21,7 @@ __all__ = ["FusedSGD", "momentum_sgd", "sgd", "sgd_scalars"]
 
 
 def _by_torch(numbers: Scalars) -> TorchUpdate | None:
-    """``sgd`` and ``momentum_sgd`` by torch's fused call, unless weight decay is late or the gradient is dampened."""
+    """Make the update by torch's fused call; None for late weight decay and for a dampened gradient."""
     new = numbers["new"]
     if numbers["late_l2"] or isinstance(new, torch.Tensor) or new != 1.0:
         return None
@@ -50,7 +50,7 @@ def _momentum_by_torch(numbers: Scalars) -> TorchUpdate | None:
 
 @elementwise_kernel(by_torch=_by_torch)
 def sgd(grad: Any, param: Any, *, factor: Any, l2: Any, lr: Any) -> dict[str, Any]:
-    """One element of gradient descent with L2 weight decay."""
+    """Update one element by gradient descent with L2 weight decay."""
     return {"param": param - (grad * factor + param * l2) * lr}
 
 
@@ -59,9 +59,9 @@ def momentum_sgd(
     grad: Any, param: Any, momentum_buffer: Any,
     *, factor: Any, l2: Any, old: Any, new: Any, direct: Any, smoothed: Any, late_l2: Any, lr: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """One element of momentum as torch has it (Sutskever et al., ICML 2013, with the rate outside).
+    """Update one element by torch's momentum (Sutskever et al., ICML 2013, with the rate outside).
 
-    The step is ``direct * gradient + smoothed * buffer``: 0 and 1, or 1 and the momentum for Nesterov's.
+    The step is ``direct * gradient + smoothed * buffer``: with 0 and 1, or for Nesterov with 1 and the momentum.
     """
     grad = grad * factor + param * l2
     momentum_buffer = momentum_buffer * old + grad * new
@@ -70,12 +70,12 @@ def momentum_sgd(
 
 
 def sgd_scalars(group: Hyper, new: Number, factor: Number) -> dict[str, Number]:
-    """The numbers of ``sgd`` and ``momentum_sgd``.
+    """Compute the numbers of ``sgd`` and ``momentum_sgd``.
 
     Args:
         group: ``lr``, ``momentum``, ``weight_decay``, ``nesterov`` and ``wd_after_momentum``.
         new: the share of the gradient that enters the buffer.
-        factor: what gradients are to be multiplied by.
+        factor: the factor for gradients.
     """
     momentum, weight_decay, nesterov = group["momentum"], group["weight_decay"], group["nesterov"]
     late = group["wd_after_momentum"] and momentum
@@ -94,29 +94,29 @@ def sgd_scalars(group: Hyper, new: Number, factor: Number) -> dict[str, Number]:
 class FusedSGD(FusedOptimizer):
     """``torch.optim.SGD`` in one pass over all parameters.
 
-    With momentum the state is torch's ``momentum_buffer``; with ``dampening`` it is ``step``, too, which torch ignores:
-    whether a parameter has stepped yet decides if ``dampening`` applies.
+    With momentum the state is torch's ``momentum_buffer``; with ``dampening`` also ``step``, which torch ignores:
+    ``dampening`` does not apply to a parameter's first step.
 
     Args:
         params: parameters or groups of them.
         lr: learning rate, a number or 0-dim tensor.
-        momentum: share of the buffer that is kept.
-        dampening: share of the gradient that does not enter the buffer after its first step.
-        weight_decay: added to the gradient times the weight.
+        momentum: momentum factor.
+        dampening: share of the gradient that does not enter the buffer, after the first step.
+        weight_decay: weight decay coefficient (L2).
         nesterov: look ahead by one momentum step.
-        wd_after_momentum: apply weight decay to the step, not to what enters the buffer.
-        materialize_master_grads: kept for Apex; gradients are never copied here.
-        set_grad_none: what ``zero_grad()`` does by default. Apex has False here, which keeps gradients in memory and
-            lets parameters that a loss does not reach move on by their momentum.
+        wd_after_momentum: apply weight decay to the step instead of the gradient that enters the buffer.
+        materialize_master_grads: accepted for Apex; gradients are never copied.
+        set_grad_none: the default of ``zero_grad(set_to_none=...)``. Apex's default is False, which keeps gradients in
+            memory and lets parameters that a loss does not reach continue to move by their momentum.
         master_weights: see ``FusedOptions``.
-        maximize: go up the gradient.
+        maximize: maximize the objective instead of minimizing it.
         max_grad_norm: see ``FusedOptions``.
-        state_dtype: of ``momentum_buffer``; see ``FusedOptions``.
+        state_dtype: storage of ``momentum_buffer``; see ``FusedOptions``.
         rounding: see ``FusedOptions``.
-        seed: of stochastic rounding.
+        seed: seed of stochastic rounding.
 
     Raises:
-        ArgumentValueError: for a value out of range, or Nesterov's without momentum or with dampening.
+        ArgumentValueError: for a value out of range, or ``nesterov`` without momentum or with dampening.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class FusedSGD(FusedOptimizer):
     def _complete_state(self, group: Hyper, params: Iterable[torch.Tensor]) -> None:
         for param in params if group["dampening"] else ():
             state = self.state.get(param, {})
-            if isinstance(state.get("momentum_buffer"), torch.Tensor):  # torch's, or from before there was dampening
+            if isinstance(state.get("momentum_buffer"), torch.Tensor):  # from torch, or from before dampening was set
                 state.setdefault("step", torch.tensor(1.0, dtype=torch.float32, device="cpu"))
         super()._complete_state(group, params)
 
@@ -168,7 +168,7 @@ class FusedSGD(FusedOptimizer):
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
         new: Number = 1.0
         if group["momentum"] and group["dampening"]:
-            # The first step takes the gradient whole; the buffer is zero then.
+            # The first step takes the whole gradient, and the buffer is zero then.
             t = step.t
             new = 1.0 - group["dampening"] * (t > 1.0).to(t)
         kernel = momentum_sgd if group["momentum"] else sgd
