@@ -41,6 +41,9 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
 }
 CODE_LINES_OF_GROUPS = {"engine and amp": 11_012, "compat": 4_442, "observers": 4_254}
 ALL_CODE_LINES = 23_152
+DIAGNOSIS = (400, 620)
+"""Lines of code of ``diagnosis`` and of its tests, which the two budgets above leave out: the table of aims of issue 48
+gives each new feature a budget of its own."""
 KINDS_AND_FIELDS = (15, 112)  # of the objects behind one attached optimizer
 ALL_TEST_LINES = 42_092
 
@@ -56,13 +59,8 @@ def above(what: str, found: Sequence[int], budget: Sequence[int], units: Sequenc
 
 
 def above_walk(name: str, found: Sequence[int], budget: Sequence[int]) -> str:
-    return above(
-        f"The walk {name!r}",
-        found,
-        budget,
-        ("calls", "files", "returns"),
-        "See which in `python -m benchmarks walks`: make the way shorter.",
-    )
+    advice = "See which in `python -m benchmarks walks`: make the way shorter."
+    return above(f"The walk {name!r}", found, budget, ("calls", "files", "returns"), advice)
 
 
 def test_every_walk_has_a_budget() -> None:
@@ -98,7 +96,7 @@ def check_code_lines(what: str, found: int, budget: int) -> None:
     assert not message, message
 
 
-LINES = by_room(SOURCES)
+LINES, TEST_LINES = by_room(SOURCES), by_room(ROOT / "tests")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -107,11 +105,16 @@ def test_a_group_of_rooms_is_within_its_budget(group: str) -> None:
 
 
 def test_all_sources_are_within_their_budget() -> None:
-    check_code_lines("src/halfstep", sum(LINES.values()), ALL_CODE_LINES)
+    check_code_lines("src/halfstep", LINES.total() - LINES["diagnosis"], ALL_CODE_LINES)
 
 
 def test_the_tests_are_within_their_budget() -> None:
-    check_code_lines("tests", sum(by_room(ROOT / "tests").values()), ALL_TEST_LINES)
+    check_code_lines("tests", TEST_LINES.total() - TEST_LINES["diagnosis"], ALL_TEST_LINES)
+
+
+def test_diagnose_is_within_its_own_budget() -> None:
+    check_code_lines("diagnosis", LINES["diagnosis"], DIAGNOSIS[0])
+    check_code_lines("tests/diagnosis", TEST_LINES["diagnosis"], DIAGNOSIS[1])
 
 
 def test_a_walk_above_its_budget_says_by_how_much() -> None:
