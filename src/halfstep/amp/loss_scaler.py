@@ -1,4 +1,4 @@
-"""``LossScaler``: the loss scale of ``amp.initialize``, with the names by which scripts written for Apex change it."""
+"""``LossScaler``: the loss scaler of ``amp.initialize``, with the attributes that Apex scripts read and set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("halfstep")
 
 
 def _setting(name: str, field: str, *, zero_is_none: bool = False) -> Any:
-    """A property that reads and sets a field of the scaler's ``settings`` under Apex's name."""
+    """Make a property that reads and sets a field of the scaler's ``settings`` under Apex's name."""
 
     def get(self: LossScaler) -> Any:
         return getattr(self.settings, field)
@@ -32,21 +32,22 @@ def _setting(name: str, field: str, *, zero_is_none: bool = False) -> Any:
 
 
 class LossScaler(DeviceLossScaler):
-    """A loss scale in use, as ``amp._amp_state.loss_scalers`` has them.
+    """A loss scaler as in ``amp._amp_state.loss_scalers``.
 
-    The attributes that begin with ``_`` here are Apex's. They can be read and set; the next update goes by them.
-    Reading ``loss_scale()``, ``_loss_scale``, ``_unskipped`` and ``_has_overflow`` reads the device.
+    Scripts can read and set Apex's attributes, which begin with ``_``; the next update uses the new values. Reading
+    ``loss_scale()``, ``_loss_scale``, ``_unskipped`` and ``_has_overflow`` reads the device.
 
     Args:
-        loss_scale: a number above zero, "dynamic", or a ``DynamicLossScale`` or ``StaticLossScale``, which has all of
-            what follows in it.
-        init_scale: where a dynamic scale starts.
-        scale_factor: good steps multiply a dynamic scale by it, an overflow divides by it. Apex ignored it.
-        scale_window: how many good steps.
+        loss_scale: a number above zero, "dynamic", or a ``DynamicLossScale`` or ``StaticLossScale``, which replaces the
+            arguments ``init_scale`` to ``max_loss_scale``.
+        init_scale: the first value of a dynamic scale.
+        scale_factor: the factor by which a dynamic scale grows after ``scale_window`` good steps, and by which an
+            overflow divides it. Apex ignored it.
+        scale_window: the count of good steps in a row before a dynamic scale grows.
         min_loss_scale: the floor of a dynamic scale; None or 0 for none.
-        max_loss_scale: its ceiling.
-        name: what messages call it.
-        verbose: whether to log overflows.
+        max_loss_scale: the ceiling of a dynamic scale.
+        name: the name of the scaler in messages.
+        verbose: log overflows.
 
     Raises:
         ArgumentValueError: for a value that is not allowed.
@@ -85,7 +86,7 @@ class LossScaler(DeviceLossScaler):
             self.settings = settings
         self._warned = False
 
-    # ---- what scripts read and set
+    # ---- attributes that scripts read and set
 
     _dynamic = DeviceLossScaler.dynamic
 
@@ -104,24 +105,26 @@ class LossScaler(DeviceLossScaler):
     _max_loss_scale = _setting("_max_loss_scale", "max_scale")
     _min_loss_scale = _setting("_min_loss_scale", "min_scale", zero_is_none=True)
 
-    # ---- loops that drive it by hand
+    # ---- methods for loops that unscale manually
 
     def clear_overflow_state(self) -> None:
-        """Forget what ``unscale`` found."""
+        """Clear the overflow flag of ``unscale``."""
         self.found = torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
     def update_scale(self) -> bool:
-        """Move the scale by what ``unscale`` found since ``clear_overflow_state``. Reads the device.
+        """Update the scale by the overflow flag that ``unscale`` has set since ``clear_overflow_state``.
+
+        Reads the device.
 
         Returns:
-            Whether the step is to be skipped: an overflow under a dynamic scale.
+            True if the caller should skip the step, because gradients overflowed under a dynamic scale.
         """
         found = self.found if self.found is not None else torch.tensor(0.0, dtype=torch.float32, device="cpu")
         self.update(found)
         return self.dynamic and bool(found)
 
     def flag(self, device: torch.device) -> torch.Tensor:
-        """What ``unscale`` sets to 1.0 at an overflow: a 0-dim float32 tensor on a device."""
+        """Return the overflow flag of ``unscale``, 1.0 after an overflow: a 0-dim float32 tensor on a device."""
         if self.found is None:
             self.found = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         self.found = self.found.to(device)

@@ -1,4 +1,4 @@
-"""The loss scale of ``amp.GradScaler`` under Paddle's names and torch's: get, set, save and load it."""
+"""The settings of ``amp.GradScaler`` under Paddle's and torch's names: get, set, save and load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ScalerSettings", "check_interval"]
 
 
 def _getter(field: str, doc: str) -> Callable[[ScalerSettings], Any]:
-    """A method that reads a field of the settings; None, which stands for never, is 0."""
+    """Make a method that returns a field of the settings, with 0 for None (never)."""
 
     def get(self: ScalerSettings) -> Any:
         return getattr(self.loss_scaler.settings, field) or 0
@@ -33,15 +33,15 @@ _NAMES = {
     "growth_interval": ("incr_every_n_steps", "growth_interval"),
     "backoff_interval": ("decr_every_n_nan_or_inf",),
 }
-"""The names of fields of the settings in saved states: Paddle's, and torch's."""
+"""The names of settings in saved states: Paddle's name, then torch's."""
 
 _Scaler = TypeVar("_Scaler", bound="ScalerSettings")
 
 
 class ScalerSettings(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` that gives Paddle's and torch's names to the settings of a ``DeviceLossScaler``.
+    """A ``torch.amp.GradScaler`` with Paddle's and torch's names for the settings of a ``DeviceLossScaler``.
 
-    The arguments are those of ``GradScaler``.
+    See ``GradScaler`` for the arguments.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class ScalerSettings(torch.amp.GradScaler):
 
     @classmethod
     def from_loss_scale(cls: type[_Scaler], loss_scale: LossScaleSpec) -> _Scaler:
-        """A scaler that moves its scale by a rule.
+        """Build a scaler for a loss scale.
 
         Args:
-            loss_scale: as in a ``halfstep.Policy``: a number above zero, "dynamic", or a ``halfstep.DynamicLossScale``
-                or ``StaticLossScale``.
+            loss_scale: a number above zero, "dynamic", or a ``halfstep.DynamicLossScale`` or ``StaticLossScale``, as in
+                a ``halfstep.Policy``.
 
         Returns:
             The scaler. It is disabled for a static scale of 1.0.
 
         Raises:
-            ArgumentValueError: for anything else.
+            ArgumentValueError: for any other value.
         """
         rule = make_loss_scale(loss_scale)
         if not isinstance(rule, DynamicLossScale):
@@ -106,61 +106,61 @@ class ScalerSettings(torch.amp.GradScaler):
         return scaler
 
     def _start(self, enabled: bool, rule: DynamicLossScale, dynamic: bool) -> None:
-        # Not torch's constructor: it turns itself off where there is no CUDA device.
+        # Do not call torch's constructor, which disables the scaler if there is no CUDA device.
         self._enabled = enabled
         self._scaler = DeviceLossScaler(rule, name="GradScaler")
         self._scaler.dynamic = dynamic
-        self._home: torch.device | None = None  # where the first loss was; the scale stays there
+        self._home: torch.device | None = None  # the device of the first loss, on which the scale stays
         self._init_growth_tracker = 0
 
     @property
     def loss_scaler(self) -> DeviceLossScaler:
-        """The present scale and the rule by which it moves."""
+        """The current scale and the rule that changes it."""
         return self._scaler
 
     # ---- Paddle's names
 
-    get_init_loss_scaling = _getter("init_scale", "Where the scale started, or where it was set or loaded.")
-    get_incr_ratio = _getter("growth_factor", "What the scale is multiplied by when it grows.")
-    get_decr_ratio = _getter("backoff_factor", "What the scale is multiplied by when it shrinks.")
+    get_init_loss_scaling = _getter("init_scale", "Return the first scale, or the scale last set or loaded.")
+    get_incr_ratio = _getter("growth_factor", "Return the factor by which the scale grows.")
+    get_decr_ratio = _getter("backoff_factor", "Return the factor by which the scale shrinks.")
     get_incr_every_n_steps = _getter(
-        "growth_interval", "After how many finite steps in a row the scale grows; 0 for never."
+        "growth_interval", "Return the count of finite steps in a row before the scale grows; 0 for never."
     )
     get_decr_every_n_nan_or_inf = _getter(
-        "backoff_interval", "After how many overflowing steps in a row the scale shrinks; 0 for never."
+        "backoff_interval", "Return the count of overflowing steps in a row before the scale shrinks; 0 for never."
     )
 
     def is_enable(self) -> bool:
-        """Whether the scaler does anything."""
+        """True if the scaler is enabled."""
         return self._enabled
 
     def is_use_dynamic_loss_scaling(self) -> bool:
-        """Whether the scale moves."""
+        """True if the scale can change."""
         return self._enabled and self._scaler.dynamic
 
     def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
-        """Set it, and with it the present scale.
+        """Set the first scale and the current scale.
 
         Raises:
-            ArgumentValueError: unless it is a finite number above zero.
+            ArgumentValueError: unless the value is a finite number above zero.
         """
         self._scaler.change(init_scale=new_init_loss_scaling)
         self._scaler.set_scale(self._scaler.settings.init_scale)
 
     def set_incr_ratio(self, new_incr_ratio: float) -> None:
-        """Set it, above 1."""
+        """Set the factor by which the scale grows, above 1."""
         self._scaler.change(growth_factor=new_incr_ratio)
 
     def set_decr_ratio(self, new_decr_ratio: float) -> None:
-        """Set it, between 0 and 1."""
+        """Set the factor by which the scale shrinks, between 0 and 1."""
         self._scaler.change(backoff_factor=new_decr_ratio)
 
     def set_incr_every_n_steps(self, new_incr_every_n_steps: int | None) -> None:
-        """Set it; None for never."""
+        """Set the count of finite steps in a row before the scale grows; None for never."""
         self._scaler.change(growth_interval=new_incr_every_n_steps)
 
     def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int | None) -> None:
-        """Set it; None for never."""
+        """Set the count of overflowing steps in a row before the scale shrinks; None for never."""
         self._scaler.change(backoff_interval=new_decr_every_n_nan_or_inf)
 
     # ---- torch's names: the getters are the same, the setters have other argument names
@@ -171,30 +171,30 @@ class ScalerSettings(torch.amp.GradScaler):
     get_growth_interval = get_incr_every_n_steps
 
     def get_scale(self) -> float:
-        """The present scale, 1.0 if the scaler is disabled. Reads the device."""
+        """Return the current scale; 1.0 if the scaler is disabled. Reads the device."""
         return self._scaler.loss_scale() if self._enabled else 1.0
 
     def overflows(self) -> int:
-        """How many updates have found an overflow so far. Reads the device; replays of a CUDA graph are not counted."""
+        """Return the count of updates with an overflow. Reads the device; does not count replays of a CUDA graph."""
         return self._scaler.overflows() if self._enabled else 0
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set it, above 1."""
+        """Set the factor by which the scale grows, above 1."""
         self.set_incr_ratio(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set it, between 0 and 1."""
+        """Set the factor by which the scale shrinks, between 0 and 1."""
         self.set_decr_ratio(new_factor)
 
     def set_growth_interval(self, new_interval: int | None) -> None:
-        """Set it; None for never."""
+        """Set the count of finite steps in a row before the scale grows; None for never."""
         self.set_incr_every_n_steps(new_interval)
 
-    # ---- torch's private names, which trainers reach for
+    # ---- torch's private names, which trainers use
 
     @property
     def _scale(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The present scale as the tensor that ``update`` changes; None before the first loss, as in torch."""
+        """The current scale as the tensor that ``update`` changes; None before the first loss, as in torch."""
         return None if self._home is None else self._scaler.state(self._home).scale
 
     @property
@@ -203,7 +203,7 @@ class ScalerSettings(torch.amp.GradScaler):
 
     @property
     def _device(self) -> str:  # type: ignore[override]
-        """The type of the device where the scale lives, or will."""
+        """The type of the scale's device; before the first loss, the type of the expected device."""
         return self._home.type if self._home is not None else accelerator() or "cpu"
 
     _init_scale = property(get_init_loss_scaling)
@@ -220,9 +220,9 @@ class ScalerSettings(torch.amp.GradScaler):
     # ---- saving and loading
 
     def state_dict(self) -> dict[str, Any]:
-        """Settings and state as plain numbers, under Paddle's names and torch's; empty if the scaler is disabled.
+        """Return settings and state as plain numbers under Paddle's and torch's names; empty if disabled.
 
-        ``load_state_dict`` of a ``torch.amp.GradScaler`` reads it, too. Reads the device.
+        A ``torch.amp.GradScaler`` can also load it. Reads the device.
         """
         if not self._enabled:
             return {}
@@ -238,17 +238,17 @@ class ScalerSettings(torch.amp.GradScaler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` of this scaler, of Paddle's or of torch's returned. Nothing if disabled.
+        """Load a state dict of this scaler, Paddle's scaler or torch's scaler. A disabled scaler does nothing.
 
-        torch's says nothing about ``decr_every_n_nan_or_inf`` and ``use_dynamic_loss_scaling``: those stay.
+        A state dict of torch's scaler has no ``decr_every_n_nan_or_inf`` and ``use_dynamic_loss_scaling``, so these
+        settings do not change.
 
         Args:
-            state_dict: numbers; the scale may be an array or tensor with one element, as Paddle has it.
+            state_dict: numbers by name; the scale may be an array or tensor with one element, as in Paddle.
 
         Raises:
-            ArgumentValueError: if it is empty, lacks an entry, or has a value that is not allowed. Nothing is loaded
-                then.
-            ArgumentTypeError: for something else than a dict.
+            ArgumentValueError: if the dict is empty, lacks an entry, or has an invalid value. Nothing is loaded.
+            ArgumentTypeError: if ``state_dict`` is not a dict.
         """
         if not self._enabled:
             return
@@ -276,7 +276,7 @@ class ScalerSettings(torch.amp.GradScaler):
         self._scaler.load_state_dict({"loss_scale": settings.init_scale, "unskipped": good, "bad": bad})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and state; the tensors are made anew where the first loss will be."""
+        """Return settings and state. The copy creates its tensors on the device of its first loss."""
         return {
             "enabled": self._enabled,
             "rule": self._scaler.settings,
@@ -285,13 +285,13 @@ class ScalerSettings(torch.amp.GradScaler):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Undo ``__getstate__``."""
+        """Restore settings and state from ``__getstate__``."""
         self._start(state["enabled"], state["rule"], state["dynamic"])
         self._scaler.load_state_dict(state["now"])
         self._init_growth_tracker = self._counts()[0]
 
     def _counts(self) -> tuple[int, int]:
-        """Finite and overflowing steps in a row. A static scale counts none."""
+        """Return the counts of finite and of overflowing steps in a row; 0 for a static scale."""
         if not self._scaler.dynamic:
             return 0, 0
         now = self._scaler.state_dict()
@@ -299,17 +299,17 @@ class ScalerSettings(torch.amp.GradScaler):
 
 
 def check_interval(name: str, value: object) -> None:
-    """Check how many steps in a row it takes to move the scale; None is for never.
+    """Check an interval, the count of steps in a row before the scale changes; None means never.
 
     Raises:
-        ArgumentValueError: for anything but a whole number above 0.
+        ArgumentValueError: unless the interval is None or a whole number above 0.
     """
     if value is not None:
         check_count(name, value, never=True)
 
 
 def _entry(state_dict: Mapping[str, Any], *names: str) -> float:
-    """A number of a saved state: it has the first of some names, or the second."""
+    """Return a number of a saved state by the first of ``names`` that the state has."""
     for name in names:
         if name in state_dict:
             return as_number(name, state_dict[name])

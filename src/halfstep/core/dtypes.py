@@ -53,7 +53,7 @@ def cast_error(weight: str, was: torch.dtype, now: torch.dtype) -> UsageError:
     """Say that a weight was cast after the level had chosen its dtype.
 
     Args:
-        weight: its name, or its shape.
+        weight: the name or the shape of the weight.
         was: the dtype that the level gave it.
         now: the dtype that it has.
     """

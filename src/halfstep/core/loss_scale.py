@@ -1,8 +1,8 @@
 """The rules that move a loss scale, as values.
 
 A rule (``NoLossScale``, ``StaticLossScale``, ``DynamicLossScale``) is frozen; its ``update`` is a pure function from
-one ``LossScaleState`` and a ``found_inf`` flag to the next. What holds a state and moves it is
-``gradients.loss_scaler.DeviceLossScaler``.
+a ``LossScaleState`` and a ``found_inf`` flag to the next state. ``gradients.loss_scaler.DeviceLossScaler`` keeps a
+state and updates it by a rule.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _COLLAPSED = 2.0**-14
 
 
 class LossScaleState(NamedTuple):
-    """Where a loss scale stands: three 0-dim tensors on one device."""
+    """The state of a loss scale: three 0-dim tensors on one device."""
 
     scale: torch.Tensor
-    """float32: what the loss is multiplied by."""
+    """float32: the factor of the loss."""
     good: torch.Tensor
     """int32: finite backward passes in a row since the scale last moved."""
     bad: torch.Tensor
@@ -49,37 +49,37 @@ class LossScaleState(NamedTuple):
 
 
 class LossScale:
-    """The base of the rules, which never changes a state."""
+    """The base class of the rules. Its ``update_`` does nothing."""
 
     init_scale: float
     """The scale to start with."""
     dynamic: bool = False
-    """Whether the scale ever moves."""
+    """True if the scale can change."""
     collapse_after: int | None = None
-    """How many overflows in a row at ``collapse_scale`` or below are too many; None for never."""
+    """The count of overflows in a row, at ``collapse_scale`` or below, that raises an error; None for never."""
     collapse_scale: float = 0.0
-    """At this scale and below it an overflow counts towards a collapse."""
+    """The largest scale at which an overflow counts towards a collapse."""
 
     def update(self, state: LossScaleState, found_inf: torch.Tensor) -> LossScaleState:
-        """The next state, as new tensors, given a 0-dim tensor that is nonzero when a gradient was inf or NaN."""
+        """Return the next state as new tensors. ``found_inf`` is 0-dim, nonzero if a gradient was inf or NaN."""
         after = LossScaleState(*(t.clone() for t in state))
         self.update_(after, found_inf.to(torch.float32))
         return after
 
     def update_(self, state: LossScaleState, found_inf: torch.Tensor) -> None:
-        """``update`` in place; ``found_inf`` is a 0-dim float32 tensor on the device of the state, not read here."""
+        """Update in place. ``found_inf`` is a 0-dim float32 tensor on the state's device; the host does not read it."""
 
 
 @dataclass(frozen=True)
 class NoLossScale(LossScale):
-    """The rule of losses that are not scaled: the scale is 1, and nothing is counted."""
+    """The rule for unscaled losses: the scale is 1, and no steps are counted."""
 
     init_scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class StaticLossScale(LossScale):
-    """A scale that stays as it is; good steps are counted.
+    """A constant scale. Steps are counted.
 
     Raises:
         ArgumentValueError: unless the scale is a finite number above zero.
@@ -91,13 +91,13 @@ class StaticLossScale(LossScale):
         check_between("loss_scale", self.init_scale, above=0.0)
 
     def update_(self, state: LossScaleState, found_inf: torch.Tensor) -> None:
-        """One more step counted, whatever was found."""
+        """Count a step, finite or not."""
         state.good.add_(1)
 
 
 @dataclass(frozen=True)
 class DynamicLossScale(LossScale):
-    """Ride the edge of the largest scale that does not overflow (Micikevicius et al. 2018, section 3.2).
+    """A scale that stays near the largest value without overflow (Micikevicius et al. 2018, section 3.2).
 
     ::
 
@@ -112,29 +112,29 @@ class DynamicLossScale(LossScale):
                 if scale * growth_factor is finite:
                     scale = min(scale * growth_factor, max_scale)
 
-    With ``sticky_backoff`` the count of overflows stays used up (``bad = backoff_interval - 1`` instead of 0) until
-    a finite step, so that every further overflow in the row lowers the scale at once, as NVIDIA's hysteresis does
-    (Megatron-LM, ``update_scale_hysteresis``). Without it the count starts over, as Paddle's does.
+    With ``sticky_backoff`` the count of overflows stays at its limit (``bad = backoff_interval - 1`` instead of 0)
+    until a finite step, so that every further overflow in a row lowers the scale at once, as NVIDIA's hysteresis does
+    (Megatron-LM, ``update_scale_hysteresis``). Without ``sticky_backoff`` the count restarts, as in Paddle.
 
     The scale is never 0, inf or NaN: ``min_scale`` is above zero and ``max_scale`` is finite.
 
     Attributes:
-        init_scale: where to start; brought into [min_scale, max_scale].
-        growth_factor: above 1.
-        backoff_factor: between 0 and 1.
+        init_scale: the first scale, clamped to [min_scale, max_scale].
+        growth_factor: the factor of a growth, above 1.
+        backoff_factor: the factor of a backoff, between 0 and 1.
         growth_interval: finite steps in a row before the scale grows; None for never.
         backoff_interval: overflows in a row before it shrinks (hysteresis); None for never.
         min_scale: the floor. None stands for the smallest normal float32 number.
         max_scale: the ceiling. None stands for the largest float32 number.
-        sticky_backoff: whether hysteresis, once used up, stays so until a finite step.
-        collapse_after: after so many overflows in a row at the floor, or at 2**-14 where the floor is lower, a
-            ``DeviceLossScaler`` raises ``LossScaleCollapsed``. None for never.
-        floor: the smallest scale there can be.
-        ceiling: the largest scale there can be.
-        collapse_scale: the floor, or 2**-14 where the floor is lower.
+        sticky_backoff: lower the scale at every overflow after the first backoff, until a finite step.
+        collapse_after: a ``DeviceLossScaler`` raises ``LossScaleCollapsed`` after this many overflows in a row at the
+            floor, or at 2**-14 if the floor is lower. None for never.
+        floor: the smallest possible scale.
+        ceiling: the largest possible scale.
+        collapse_scale: the floor, or 2**-14 if the floor is lower.
 
     Raises:
-        ArgumentValueError: for a value outside of these ranges.
+        ArgumentValueError: for a value outside these ranges.
     """
 
     init_scale: float = 2.0**16
@@ -173,7 +173,7 @@ class DynamicLossScale(LossScale):
         object.__setattr__(self, "init_scale", min(max(self.init_scale, self.floor), self.ceiling))
 
     def update_(self, state: LossScaleState, found_inf: torch.Tensor) -> None:
-        """The algorithm above: one small kernel of torch's own, or two with hysteresis, and a clamp."""
+        """Run the algorithm above: one small torch kernel, or two with hysteresis, and a clamp."""
         scale, good, bad = state
         growth, backoff = self.growth_factor, self.backoff_factor
         every, hysteresis = self.growth_interval or 0, self.backoff_interval or 0  # the kernel never counts to 0
@@ -181,7 +181,7 @@ class DynamicLossScale(LossScale):
             update_scale_(scale, good, found_inf, growth, backoff, every)
         else:
             update_scale_(scale, good, found_inf, growth, 1.0, every)
-            # The same kernel counts overflows when it is told that they are the good steps.
+            # The same kernel counts overflows if it gets the inverted flag.
             finite = torch.logical_not(found_inf, out=torch.empty_like(found_inf))
             update_scale_(scale, bad, finite, backoff, 1.0, hysteresis)
             if self.sticky_backoff and hysteresis:
@@ -196,7 +196,7 @@ _MAX_LOSS_SCALE = 2.0**24
 
 
 def check_loss_scale(value: object) -> LossScaleSpec:
-    """A loss scale as users give it, checked; a number may be a string.
+    """Check a loss scale that user code gave, and return it; a number may be a string.
 
     Raises:
         ArgumentValueError: for anything else.
@@ -220,12 +220,12 @@ def check_loss_scale(value: object) -> LossScaleSpec:
 def make_loss_scale(
     spec: LossScaleSpec, min_loss_scale: float | None = None, max_loss_scale: float | None = _MAX_LOSS_SCALE
 ) -> StaticLossScale | DynamicLossScale:
-    """The rule of Apex ``amp``: a number is static; "dynamic" starts at 2**16, doubles after 2,000 good steps.
+    """Build the rule of Apex ``amp``: a number is static; "dynamic" starts at 2**16 and doubles after 2,000 good steps.
 
-    A ``min_loss_scale`` of 0 counts as none, as in Apex. A rule is itself, and has bounds of its own.
+    A ``min_loss_scale`` of 0 means no minimum, as in Apex. A rule, which has its own bounds, is returned unchanged.
 
     Raises:
-        ArgumentValueError: for a scale or bound that cannot be used.
+        ArgumentValueError: for an invalid scale or bound.
         UsageError: for a rule together with bounds.
     """
     spec = check_loss_scale(spec)
@@ -241,9 +241,9 @@ def make_loss_scale(
 
 
 def loss_scale_text(spec: LossScaleSpec) -> str:
-    """A loss scale in a line without commas: ``1.0``, ``dynamic``, ``dynamic(init_scale=8.0;max_scale=None)``.
+    """Format a loss scale as text without commas: ``1.0``, ``dynamic``, ``dynamic(init_scale=8.0;max_scale=None)``.
 
-    Of a rule it names the fields that differ from their defaults.
+    The text of a rule names the fields that differ from their defaults.
     """
     if isinstance(spec, StaticLossScale):
         return f"static({spec.init_scale})"
@@ -254,7 +254,7 @@ def loss_scale_text(spec: LossScaleSpec) -> str:
 
 
 def parse_loss_scale(text: str) -> LossScaleSpec:
-    """The loss scale whose text this is.
+    """Parse the text of a loss scale; the inverse of ``loss_scale_text``.
 
     Raises:
         ArgumentValueError: for a text of another form, or a value that does not fit its field.

@@ -1,4 +1,4 @@
-"""A checkpoint that several processes train with and one of them writes."""
+"""Checkpoints of a training on several processes, written by one process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["save_checkpoint"]
 
 
 def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint on rank 0; every rank calls it and returns when the file is there. A collective operation.
+    """Write a checkpoint on rank 0. A collective operation: every rank returns when the file is complete.
 
-    The file is complete or not there: whichever process is killed while it is written, the previous one can be loaded.
-    For sharded state use ``torch.distributed.checkpoint``.
+    If a process is killed during the write, the previous file is still there and complete. For sharded state use
+    ``torch.distributed.checkpoint``.
 
     Args:
-        state: what ``torch.save`` takes, used on rank 0 only; with states of halfstep ``torch.load(weights_only=True)``
-            reads it.
+        state: an object for ``torch.save``, used on rank 0 only. ``torch.load(weights_only=True)`` reads files with
+            states of halfstep.
         path: the file, on a disk that rank 0 writes to and every rank reads from.
     """
     together = dist.is_available() and dist.is_initialized()

@@ -1,12 +1,12 @@
 """The communication hook of a DistributedDataParallel wrapper, so that ranks average whole accumulation windows.
 
-torch's reducer all-reduces what lies in ``p.grad``, in the dtype of the model. During a backward pass the gradients of
-earlier micro-steps are set aside, in fp32 (``gradients.ledger``), so the hook adds them to the bucket. A block does so
-for the pass in it. Of a pass without a block the wrapper sees the beginning by itself, by a hook on its outputs. If the
-last micro-step of a window of blocks was not reduced, ``ddp_sync`` does it before the step.
+DDP's reducer all-reduces the values of ``p.grad``, in the dtype of the model. During a backward pass the gradients of
+earlier micro-steps are set aside in fp32 (``gradients.ledger``), so the hook adds them to the bucket. A block sets them
+aside for the pass in it. For a pass without a block, a hook on the outputs of the wrapper sets them aside when the pass
+begins. If DDP did not reduce the last micro-step of a window, ``ddp_sync`` averages the gradients before the step.
 """
 
-# No postponed annotations here: torch compares those of a communication hook with its own classes.
+# No postponed annotations here: torch compares the annotations of a communication hook with its own classes.
 import weakref
 from collections.abc import Iterable
 from functools import cached_property
@@ -39,7 +39,7 @@ __all__ = ["Reduction", "reduction_of"]
 
 
 def _register_wrapper(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
-    """Called by torch whenever a module gets a submodule, so also when DistributedDataParallel takes its model."""
+    """Register a DDP wrapper when it takes its model. Torch calls this for every submodule of every module."""
     if submodule is None:
         return
     if type(module).__name__ == "FullyShardedDataParallel":
@@ -64,34 +64,34 @@ torch.nn.modules.module.register_module_module_registration_hook(_register_wrapp
 
 
 def reduction_of(wrapper: DistributedDataParallel) -> "Reduction":
-    """The all-reduce of a wrapper."""
+    """Return the all-reduce of a wrapper."""
     return next(one for one in REDUCTIONS if isinstance(one, Reduction) and one.wrapper() is wrapper)
 
 
 class Reduction:
-    """The all-reduce of one wrapper. It lives as long as the wrapper.
+    """The all-reduce of one wrapper, which lives as long as the wrapper.
 
     Args:
-        wrapper: which has its process group, and is about to take the model.
+        wrapper: the wrapper, which has its process group and is about to take the model.
         module: the model.
 
     Attributes:
         wrapper: a weak reference to the wrapper.
-        always_fp32: whether to send all 16-bit gradients as fp32. Those of parameters with masters always are, so that
-            the sum over micro-steps is never rounded to 16 bits.
+        always_fp32: send all 16-bit gradients as fp32. Gradients of parameters with masters are always sent as fp32, so
+            that the sum over micro-steps is never rounded to 16 bits.
         predivide: divide by this before the sum, and by the rest of the world size after it. None divides by the
-            world size before, as torch does: no overflow, at the price of small 16-bit numbers.
-        average: False leaves the sum, divided by ``predivide`` alone: see ``factor``. This and the two before may
-            change before the first backward pass, the same on every rank.
-        params: the identities of the parameters whose gradients it averages. The wrapper keeps these alive.
+            world size before the sum, as torch does, which avoids overflow but makes small 16-bit values smaller.
+        average: False leaves the sum, divided by ``predivide`` alone: see ``factor``. User code may change
+            ``always_fp32``, ``predivide`` and ``average`` before the first backward pass, equally on every rank.
+        params: the identities of the parameters whose gradients the wrapper averages. The wrapper keeps them alive.
         group: the process group.
-        world: its size.
-        device: where its parameters are.
-        hooked: whether our communication hook is registered. It is not where a user has registered one, nor where
-            torch's own all-reduce does what is needed.
-        scale: by what the gradients of the present backward pass are to be divided; None if by nothing.
-        open: the ``RankSync`` of each optimizer that has a block open. While there is one, ranks send means.
-        allreduces: how many backward passes our hook has seen the ranks average.
+        world: the size of the process group.
+        device: the device of the parameters.
+        hooked: True if our communication hook is registered. It is not registered if user code has registered another
+            hook, or if torch's all-reduce suffices.
+        scale: the divisor of the gradients of the current backward pass; None for 1.
+        open: the ``RankSync`` of each optimizer that has an open block. While there is one, ranks send means.
+        allreduces: the count of backward passes in which our hook has averaged gradients.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, module: torch.nn.Module) -> None:
@@ -108,12 +108,12 @@ class Reduction:
         self.scale: torch.Tensor | None = None
         self.open: set[object] = set()
         self.allreduces = 0
-        self._fp32: set[int] = set()  # identities of parameters whose gradients are to be fp32
+        self._fp32: set[int] = set()  # identities of parameters that get fp32 gradients
         self._unsynced_params: set[torch.Tensor] = set()
         self._is_averaging = False  # between the first bucket of a backward pass and its end
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters and their fp32 gradients in this pass
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # While a pass runs that no block is open for, its id and the gradients of parameters with masters.
+        # During a pass without a block, the id of the pass and the gradients of parameters with masters.
         self._plain: tuple[int, Gradients] | None = None
         for param in params if HAS_GRAD_DTYPE else ():
             if param.grad is None and param.grad_dtype is not param.dtype:
@@ -121,54 +121,54 @@ class Reduction:
 
     @property
     def factor(self) -> float:
-        """The number that a mean over ranks is to be multiplied by before a step; 1.0 if the mean is wanted."""
+        """The factor by which to multiply a mean over ranks before a step; 1.0 if the user wants the mean."""
         return 1.0 if self.average else self.world / (self.predivide or 1.0)
 
     @property
     def changes_gradients(self) -> bool:
-        """Whether the all-reduce changes any gradient. A mean over one rank does not."""
+        """True if the all-reduce changes gradients. A mean over one rank does not."""
         return self.world > 1 or not self.average
 
     @cached_property
     def has_cpu(self) -> bool:
-        """Whether the process group has a backend for tensors on the CPU; NCCL alone has not."""
+        """True if the process group has a backend for CPU tensors, which NCCL alone is not."""
         return "cpu:" in dist.get_backend_config(self.group)
 
     @property
     def message_device(self) -> torch.device:
-        """Device for numbers that the ranks exchange, and that the host reads."""
+        """The device for numbers that the ranks exchange and the host reads."""
         return torch.device("cpu") if self.has_cpu else self.device
 
     @property
     def _may_leave_unused(self) -> bool:
-        """Whether torch leaves the gradients of unused parameters alone, even if ranks differ in which they use."""
+        """True if DDP does not touch gradients of unused parameters, also if ranks use different parameters."""
         wrapper = self.wrapper()
         return wrapper is not None and bool(wrapper.find_unused_parameters or wrapper.static_graph)
 
     def holds(self, param: torch.Tensor) -> bool:
-        """Whether this wrapper reduces the gradient of a parameter."""
+        """True if this wrapper reduces the gradient of a parameter."""
         return id(param) in self.params
 
     @property
     def will_sync(self) -> bool:
-        """Whether the latest forward pass asked for an all-reduce.
+        """True if the latest forward pass requested an all-reduce.
 
-        Before the first bucket arrives, and under a user's hook, this is the only sign that there will be one.
+        Before the first bucket arrives, and under a user's hook, no other state shows that DDP will all-reduce.
         """
         wrapper = self.wrapper()
         return wrapper is not None and bool(wrapper.require_forward_param_sync)
 
     @property
     def is_joining(self) -> bool:
-        """Whether this is inside of ``DistributedDataParallel.join``, where some ranks may have run out of inputs."""
+        """True in ``DistributedDataParallel.join``, where some ranks may have run out of inputs."""
         wrapper = self.wrapper()
         return wrapper is not None and is_joining(wrapper)
 
     def hook(self, fp32: Iterable[torch.Tensor] = ()) -> None:
-        """Register the communication hook, if torch's own all-reduce does not do what is needed.
+        """Register the communication hook if torch's all-reduce does not suffice.
 
         Args:
-            fp32: parameters whose gradients are to be fp32, on every rank.
+            fp32: parameters that get fp32 gradients, on every rank.
         """
         self._fp32.update(id(p) for p in fp32 if self.holds(p))
         wrapper = self.wrapper()
@@ -182,7 +182,7 @@ class Reduction:
     # ---- around a backward pass in a block
 
     def watch(self, outputs: Any) -> None:
-        """After a forward pass: have ``_begin_plain`` called where the backward pass begins."""
+        """Hook the outputs of a forward pass so that ``_begin_plain`` runs when the backward pass begins."""
         wrapper: Any = self.wrapper()
         masters = [p for p in wrapper.module.parameters() if self.holds(p) and is_half(p) and keeper_of(p) is not None]
         if not masters:
@@ -195,13 +195,13 @@ class Reduction:
                 output.register_hook(lambda _: (method := begin()) and method(masters))
 
     def _begin_plain(self, masters: list[torch.Tensor]) -> None:
-        """A backward pass begins. If it has no block, do what a block does to gradients of parameters with masters."""
+        """Begin a backward pass. If it has no block, treat gradients of parameters with masters as a block does."""
         if self._plain is not None and self._plain[0] != backward_pass_id():
             self.abandon_plain()
         if self.open:
             return
         gradients = Gradients(OptimizerTable.of_params(masters, reduced=True))
-        gradients.begin(None, set())  # a block that is gone at once: no optimizer waits for it
+        gradients.begin(None, set())  # no optimizer waits for this pass
         self.begin_backward(self, None, gradients.table.slots)
         self._plain = backward_pass_id(), gradients
         before = self.allreduces
@@ -213,26 +213,26 @@ class Reduction:
             if self.allreduces > before:
                 self.rebuild_buckets()
 
-        # After the reducer, and after ``_place_gradients``.
+        # Run after the reducer's last callback and after ``_place_gradients``.
         queue_after_backward(lambda: queue_after_backward(lambda: queue_after_backward(end)))
 
     def abandon_plain(self) -> None:
-        """Forget the pass without a block: it is over, or has failed."""
+        """Forget the pass without a block, after its end or its failure."""
         if self._plain is not None:
             self.end_backward(self)
             self._plain[1].forget()
             self._plain = None
 
     def begin_backward(self, sync: object, scale: torch.Tensor | None, slots: Iterable[Slot]) -> None:
-        """A backward pass of one optimizer begins.
+        """Begin a backward pass of one optimizer.
 
         Args:
             sync: the ``RankSync`` of the optimizer.
             scale: see ``RankSync.begin_backward``.
-            slots: likewise.
+            slots: see ``RankSync.begin_backward``.
         """
         if not self.hooked and self.will_sync and self.changes_gradients:
-            # Under a user's communication hook our gradients can only travel in ``p.grad``, in its dtype.
+            # Under a user's communication hook, DDP sends gradients only from ``p.grad``, in the parameter's dtype.
             for param, record in [(slot.param, slot.grad) for slot in slots if self.holds(slot.param)]:
                 if record.saved is not None:
                     before, record.saved = record.saved, None
@@ -243,34 +243,35 @@ class Reduction:
             self._fill_missing_gradients()
 
     def end_backward(self, sync: object) -> None:
-        """The backward pass of an optimizer is over, or it has failed."""
+        """End the backward pass of an optimizer, after its success or failure."""
         self.open.discard(sync)
         self.scale = None
 
     def rebuild_buckets(self) -> None:
-        """After a backward pass that the ranks averaged: have the buckets rebuilt now that all ranks are here."""
+        """Rebuild the buckets after a backward pass that the ranks averaged, while all ranks take part."""
         wrapper = self.wrapper()
         if wrapper is None or self.is_joining:
             return
         views = bool(wrapper.gradient_as_bucket_view and self._fp32 and not has_rebuilt_buckets(wrapper))
         before = [(p, p.grad) for p in wrapper.module.parameters() if p.grad is not None] if views else []
         rebuild_buckets(wrapper)
-        # Gradients become views of the new buckets, which would round those that are fp32 now.
+        # Rebuilding makes gradients views of the new buckets, which rounds fp32 gradients: put them back.
         for param, grad in before:
             if param.grad is not None and param.grad.dtype is not grad.dtype:
                 set_grads([param], [grad])
 
     def remember_unsynced(self, params: Iterable[torch.Tensor]) -> None:
-        """A backward pass brought gradients to these parameters, and they were not averaged."""
+        """Remember parameters that got gradients in a backward pass that was not averaged."""
         wrapper = self.wrapper()
         if wrapper is not None and wrapper.find_unused_parameters and not wrapper.static_graph:
             self._unsynced_params.update(params)
 
     def _fill_missing_gradients(self) -> None:
-        """Before a synced pass: give zeros to parameters whose gradients were set aside.
+        """Give zeros to parameters whose gradients are set aside, before a synced pass.
 
-        With ``find_unused_parameters`` torch's reducer remembers which parameters were used since the last all-reduce.
-        It raises an internal error if one of them has no gradient and the present pass does not use it (torch 2.13).
+        With ``find_unused_parameters`` DDP's reducer remembers the parameters that passes have used since the last
+        all-reduce. It raises an internal error if such a parameter has no gradient and the current pass does not use it
+        (torch 2.13).
         """
         for param in self._unsynced_params:
             if param.grad is None:
@@ -278,10 +279,10 @@ class Reduction:
         self._unsynced_params.clear()
 
     def end_window(self) -> None:
-        """The gradients were used: torch's reducer is to forget which parameters unsynced passes have used.
+        """Let DDP's reducer forget the parameters that unsynced passes have used, after a step or ``zero_grad``.
 
-        It would remember until its next all-reduce, and give a parameter that nobody uses any more a gradient of zeros
-        then (torch 2.13). While a synced backward pass is to come it has to remember.
+        The reducer would remember them until its next all-reduce, and then give a parameter that no later pass uses a
+        gradient of zeros (torch 2.13). If a synced pass is still to come, the reducer must remember them.
         """
         wrapper = self.wrapper()
         if wrapper is not None and self._unsynced_params and self.hooked and not self.will_sync:
@@ -292,8 +293,8 @@ class Reduction:
 
     @torch.no_grad()
     def communicate(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """Add what this rank has accumulated so far to a bucket, then average the bucket over the ranks."""
-        takes_part = backward_pass_id() != -1  # it has not run out of inputs
+        """Add the gradients that this rank has accumulated to a bucket, then average the bucket over the ranks."""
+        takes_part = backward_pass_id() != -1  # this rank has not run out of inputs
         if takes_part:
             self._first_bucket()
         buffer: torch.Tensor = bucket.buffer()
@@ -329,7 +330,7 @@ class Reduction:
         return future
 
     def _active_ranks(self, takes_part: bool) -> int:
-        """By how many ranks gradients are divided while some may have run out of inputs."""
+        """Return the count of ranks by which to divide gradients in ``join``."""
         wrapper: Any = self.wrapper()
         if divides_by_initial_world(wrapper):
             return self.world
@@ -338,7 +339,7 @@ class Reduction:
         return int(active)
 
     def _add(self, bucket: Any, buffer: torch.Tensor, sent: torch.Tensor) -> None:
-        """Add the gradients that are set aside to a bucket, and remember where the reduced ones will be."""
+        """Add the gradients that are set aside to a bucket, and remember the memory of the reduced gradients."""
         local: list[torch.Tensor] = []
         slots: list[torch.Tensor] = []
         may_leave_unused = self._may_leave_unused
@@ -360,14 +361,14 @@ class Reduction:
             torch._foreach_add_(slots, local)
 
     def _add_sparse(self, sent: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        """``_add`` for a bucket that holds the gradient of one sparse parameter."""
+        """Add the gradient that is set aside to a bucket with one sparse gradient; see ``_add``."""
         saved = self._take(param)
         if saved is not None:
             sent = sent + (saved if self.scale is None else saved * self.scale).to(sent.dtype)
         return sent.coalesce()
 
     def _take(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Remove and return the gradient that is set aside for a parameter with fp32 gradients; None without one."""
+        """Remove and return the set-aside gradient of a parameter with fp32 gradients; None if there is none."""
         record = record_of(param)
         if record.saved is None or id(param) not in self._fp32:
             return None
@@ -375,26 +376,26 @@ class Reduction:
         return saved
 
     def _first_bucket(self) -> None:
-        """At the first bucket of a pass: have ``_place_gradients`` called when the reducer has filled ``p.grad``."""
+        """Queue ``_place_gradients`` at the first bucket of a pass, to run after the reducer has filled ``p.grad``."""
         if self._is_averaging:
             return
         self._is_averaging = True
         self.allreduces += 1
         self._unsynced_params.clear()
-        # The reducer queues a last callback of its own. One that is queued by a callback runs after it.
+        # The reducer also queues a callback. A callback that another callback queues runs after the reducer's.
         queue_after_backward(lambda: queue_after_backward(self._place_gradients))
 
     @torch.no_grad()
     def _place_gradients(self) -> None:
-        """Put the averaged gradients into ``p.grad`` where the reducer has not, or has rounded them."""
+        """Put averaged gradients into ``p.grad`` if the reducer has not done so, or has rounded them."""
         self._is_averaging = False
         for param, total in self._sums if self.open else ():
-            # A parameter that no rank has ever used has no gradient, rather than one of zeros.
+            # A parameter that no rank has used keeps no gradient instead of a gradient of zeros.
             if param.grad is not None or total.any():
                 set_grads([param], [total])
         for param, view in self._views:
             if param.grad is None:
-                if view.any():  # the pass did not use the parameter here, but an earlier pass of some rank did
+                if view.any():  # this rank's pass did not use the parameter, but an earlier pass of some rank did
                     param.grad = view.clone()
             elif param.grad.data_ptr() != view.data_ptr():
                 param.grad.copy_(view)
@@ -404,7 +405,7 @@ class Reduction:
 
 @eager
 def _watch_outputs(wrapper: torch.nn.Module, _: Any, outputs: Any) -> None:
-    """The forward hook of a wrapper."""
+    """Watch the outputs of a wrapper's forward pass; the forward hook of the wrapper."""
     found = (one for one in REDUCTIONS if isinstance(one, Reduction) and one.wrapper() is wrapper)
     reduction = next(found, None) if torch.is_grad_enabled() else None
     if reduction is not None:
@@ -412,6 +413,6 @@ def _watch_outputs(wrapper: torch.nn.Module, _: Any, outputs: Any) -> None:
 
 
 def _communicate(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """The communication hook. Its state is weak: the wrapper owns the reducer, which owns the hook."""
+    """Reduce a bucket: the communication hook. Its state is weak because the wrapper owns the hook."""
     reduction: Reduction = state()
     return reduction.communicate(bucket)

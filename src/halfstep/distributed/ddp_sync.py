@@ -1,40 +1,41 @@
-"""The protocol of the ranks: all of them step with the same gradients, or none of them steps.
+"""The protocol of the ranks: all ranks step with the same gradients, or no rank steps.
 
-Every rank runs the same script, on other data. What one optimizer of it sends, in this order:
+Every rank runs the same script on different data. The messages for one optimizer, in this order:
 
 ===============================  =====================================================  ==============================
-when                             what every rank sends                                  who sends it
+time                             message of every rank                                  sender
 ===============================  =====================================================  ==============================
 the first block or step with     the masters of the first rank, in flat buckets         ``find_wrappers``
 a new wrapper
-a backward pass that torch       its buckets, with the gradients that earlier passes    ``Reduction.communicate``
-synchronizes                     of this rank have left
-the end of such a pass, if       one number for each loss scale: the pass overflowed    ``share_overflow``
+a backward pass that DDP         its buckets, including the gradients that earlier      ``Reduction.communicate``
+synchronizes                     passes of this rank have accumulated
+the end of such a pass, if       one flag per loss scale: the pass overflowed           ``share_overflow``
 the loss is scaled
-every step, and                  the facts: a few numbers that are to be the same on    ``RankSync._compare``
+every step, and                  the facts: a few numbers that must be the same on      ``RankSync._compare``
 ``clip_master_grads`` after a    every rank
 pass that was not synchronized
-then, after such a pass          for each parameter, whether it has a gradient, and     ``average_gradients``
-                                 how many sparse dimensions; then the gradients, in
+then, after such a pass          the kind of each parameter's gradient (none, dense,    ``average_gradients``
+                                 count of sparse dimensions); then the gradients, in
                                  flat buckets
-then, after such a pass          one number for each loss scale                         ``share_overflow``
+then, after such a pass          one flag per loss scale                                ``share_overflow``
 the end of ``join``              the masters of a rank that had inputs to the end       ``joining``
 ===============================  =====================================================  ==============================
 
-A rank that waits for a message that another one never sends would wait for ever. So all must send the same number:
+A rank that waits for a message that another rank never sends hangs, so all ranks must send the same messages:
 
-- torch requires that every rank has the same synchronized passes. After the last of them, ranks must have the same
-  number of passes under ``no_sync``. The facts say so before any gradient is sent; where they differ, all ranks raise
-  an error.
-- ``clip_master_grads`` sends the facts only after a pass under ``no_sync``. A rank without one sends its own at the
-  step. The facts say which of the two calls they come from, and all ranks raise an error.
-- The facts are sent on the CPU, where the answer costs no wait for the device. A process group with NCCL alone sends
-  them on the device. A rank that has averaged everything does not wait for the answer there: it takes its step, and
-  reads the answer before the next one. If others then had something left, they send nothing more in this window, and
-  before the next step every rank raises an error.
-- In ``join`` a rank that ran out of inputs repeats the reductions of torch and sends nothing else. So nobody does.
+- DDP requires that every rank has the same synchronized passes. After the last synchronized pass, ranks must have the
+  same count of passes under ``no_sync``. The facts contain this count. Ranks compare the facts before they send any
+  gradient, and all ranks raise an error if the facts differ.
+- ``clip_master_grads`` sends the facts only after a pass under ``no_sync``. A rank without such a pass sends its facts
+  at the step. The facts contain the call that sent them, so that all ranks raise an error.
+- Ranks send the facts on the CPU, where reading the answer does not wait for the device. A process group with only
+  NCCL sends them on the device. There, a rank whose gradients are all averaged does not wait for the answer: it takes
+  its step, and reads the answer before the next step. If the answer shows that other ranks have gradients left, those
+  ranks send nothing more in this window, and every rank raises an error before the next step.
+- In ``join`` a rank that has run out of inputs repeats DDP's reductions and sends nothing else, so the active ranks
+  also send nothing else.
 
-``ddp_hook`` has the state of one wrapper, this module has the state of one optimizer.
+``ddp_hook`` has the state of one wrapper; this module has the state of one optimizer.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class BackwardRecord:
     """The overflow check of one scaled backward pass since the last step.
 
     Attributes:
-        found_inf: 0-dim float32 tensor, 1.0 if it overflowed on this rank; after ``share_overflow``, on any rank.
-        scaler: the loss scale to update with it; None if there is none or it was updated already.
-        shared: whether ``found_inf`` is the same on all ranks by now.
+        found_inf: 0-dim float32 tensor, 1.0 if the pass overflowed on this rank; after ``share_overflow``, on any rank.
+        scaler: the loss scale to update with it; None if there is none or it is already updated.
+        shared: True if ``found_inf`` is already the same on all ranks.
         moves: the loss scale that an overflow lowers if it is dynamic; None for none.
     """
 
@@ -73,43 +74,44 @@ class BackwardRecord:
 
     @property
     def dynamic(self) -> bool:
-        """Whether an overflow lowers the loss scale."""
+        """True if an overflow lowers the loss scale."""
         return self.moves is not None and self.moves.dynamic
 
 
 class RankSync:
-    """The state of one optimizer towards the other ranks.
+    """The messages of one optimizer to other ranks.
 
     Attributes:
-        inside: whether the optimizer is inside of another attached one, which does all of this.
-        reductions: those of the wrappers around its parameters. Without any there is nothing to do.
+        inside: True if another attached optimizer contains this optimizer and sends the messages.
+        reductions: the reductions of the wrappers around the optimizer's parameters. Without a wrapper the optimizer
+            sends nothing.
     """
 
     def __init__(self) -> None:
         self.inside = False
         self.reductions: list[Reduction] = []
-        self._found: tuple[object, ...] = ()  # the wrappers and numbers that the latest search has seen
-        # In a backward pass: each wrapper, how many passes ranks had averaged before, and the versions of gradients.
+        self._found: tuple[object, ...] = ()  # the wrappers and counts of parameters at the latest search
+        # In a backward pass: each wrapper, its count of averaged passes before, and the versions of its gradients.
         self._open: list[tuple[Reduction, int, dict[torch.Tensor, int]]] = []
         self._slots: Sequence[Slot] = ()  # of the optimizer, in the open pass
-        self._averages_in_place = False  # the open pass averages gradients of earlier ones where they lie
-        self._unsynced: dict[Reduction, int] = {}  # the number of passes since the ranks have averaged its gradients
+        self._averages_in_place = False  # the open pass averages gradients of earlier passes in place
+        self._unsynced: dict[Reduction, int] = {}  # count of passes since the ranks averaged the wrapper's gradients
         self._had_pass = False
-        self._parted = False  # in this window: ranks differ, and some of them hear of it after their step
-        self._late = AsyncReader(3)  # differences between ranks that were not read before a step
+        self._parted = False  # in this window ranks differ, and some ranks read this only after their step
+        self._late = AsyncReader(3)  # differences between ranks that the host reads after the step
 
     @property
     def joining(self) -> bool:
-        """Whether some ranks may have run out of inputs, so that they take part in nothing but reductions."""
+        """True if some ranks may have run out of inputs, so that they take part in DDP's reductions only."""
         return any(reduction.is_joining for reduction in self.reductions)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups that something can be sent to outside of a backward pass.
+        """The process groups that can take a message outside a backward pass.
 
         Raises:
-            RuntimeError: torch's, if a reduction has not finished, because a rank left out parameters. The other ranks
-                wait in it, and a message of ours would meet it.
+            RuntimeError: raised by DDP if a reduction has not finished because a rank did not use all parameters. The
+                other ranks wait in this reduction, and would take our message for a part of it.
         """
         if self._parted or self.joining:
             return []
@@ -119,25 +121,25 @@ class RankSync:
 
     @property
     def has_unsynced(self) -> bool:
-        """Whether there are gradients that were not averaged over the ranks."""
+        """True if there are gradients that the ranks have not averaged."""
         return bool(self._unsynced)
 
     def end_window(self) -> None:
-        """The gradients were used or cleared: what comes now is another accumulation window."""
+        """End the accumulation window after a step or ``zero_grad``."""
         self._unsynced.clear()
         for reduction in self.reductions:
             reduction.end_window()
         self._parted = False
 
     def gradient_scale(self, scale: torch.Tensor | None) -> torch.Tensor | None:
-        """The divisor of the gradients of a pass whose loss is multiplied by ``scale``.
+        """Return the divisor of the gradients of a pass whose loss is multiplied by ``scale``.
 
-        Within our blocks ranks always send means, because averaging an average changes nothing: so any mix of synced
-        and unsynced passes is right. If the wrapper is to leave something else (``gradient_average=False``), the
-        factor between that and the mean is treated as a part of the loss scale.
+        In our blocks ranks always send means. Averaging an average changes nothing, so any mix of synced and unsynced
+        passes gives the right gradients. If the user wants another result (``gradient_average=False``), the factor
+        between this result and the mean becomes a part of the loss scale.
 
         Raises:
-            UsageError: if wrappers of one optimizer's parameters disagree on it.
+            UsageError: if the wrappers around one optimizer's parameters have different factors.
         """
         factors = {reduction.factor for reduction in self.reductions}
         if factors <= {1.0}:
@@ -154,11 +156,11 @@ class RankSync:
 
     @property
     def will_sync(self) -> bool:
-        """Whether the ranks will average the next backward pass."""
+        """True if the ranks will average the gradients of the next backward pass."""
         return any(reduction.will_sync for reduction in self.reductions)
 
     def averaged_next(self, slots: Sequence[Slot]) -> list[Slot]:
-        """The rows whose gradients the next backward pass averages, so that they must stay in place."""
+        """Return the rows whose gradients the next backward pass averages, so that they must stay in place."""
         syncing = [reduction for reduction in self.reductions if reduction.will_sync]
         found = [slot for slot in slots if any(reduction.holds(slot.param) for reduction in syncing)]
         self._averages_in_place = self._averages_in_place or bool(found)
@@ -172,9 +174,9 @@ class RankSync:
         """Find the wrappers around the parameters. A collective operation if there are new ones with masters.
 
         Args:
-            params: those of the optimizer.
-            fp32: those among them whose gradients are to be fp32.
-            mastered: those whose masters are to be the same on every rank.
+            params: the parameters of the optimizer.
+            fp32: the parameters that get fp32 gradients.
+            mastered: the parameters whose masters must be the same on every rank.
         """
         seen = (len(params), len(fp32), *REDUCTIONS)
         if self.inside or seen == self._found:
@@ -191,17 +193,17 @@ class RankSync:
             reduction.hook(fp32)
 
     def abandon_plain(self) -> None:
-        """A block is opened: a pass without a block that is still open has failed."""
+        """Forget passes without a block when a block opens: if such a pass is still open, it has failed."""
         for reduction in self.reductions:
             reduction.abandon_plain()
 
     def begin_backward(self, scale: torch.Tensor | None, slots: Sequence[Slot]) -> None:
-        """A backward pass scaled by ``scale`` begins.
+        """Begin a backward pass.
 
         Args:
-            scale: by what its gradients are to be divided.
-            slots: the rows of the optimizer. What ranks average in this pass of the gradients that are set aside is
-                taken out of them.
+            scale: the divisor of the gradients of the pass.
+            slots: the rows of the optimizer. The communication hook takes set-aside gradients out of these rows when it
+                adds them to a bucket.
         """
         self._had_pass = True
         self._slots, self._open = slots, []
@@ -210,11 +212,11 @@ class RankSync:
             self._open.append((reduction, reduction.allreduces, _versions(reduction, slots)))
 
     def end_backward(self) -> None:
-        """The backward pass is over: find out whether the ranks averaged its gradients."""
+        """End the backward pass, and note which wrappers averaged their gradients."""
         for reduction, averaged, brought in self._close():
             if averaged:
                 reduction.rebuild_buckets()
-                # A pass that began unsynced can be averaged all the same. Gradients set aside were not sent then.
+                # Ranks can average a pass that began unsynced. They did not send the set-aside gradients in this case.
                 if reduction.will_sync or not self._has_saved(reduction):
                     self._unsynced.pop(reduction, None)
             elif brought or not reduction.will_sync:
@@ -225,13 +227,13 @@ class RankSync:
         return any(slot.grad.saved is not None and reduction.holds(slot.param) for slot in self._slots)
 
     def abandon_backward(self) -> bool:
-        """The backward pass failed; whether gradients accumulated before it are lost, for they were in a bucket."""
+        """True if a failed backward pass has lost the gradients accumulated before it, which were in a bucket."""
         carried = self._averages_in_place
         closed = list(self._close())
         return carried or any(averaged for _, averaged, _ in closed)
 
     def _close(self) -> Iterator[tuple[Reduction, bool, bool]]:
-        """Each wrapper of the open pass, whether the ranks averaged its gradients, and if not, whether it got any."""
+        """Yield each wrapper of the open pass, with two flags: ranks averaged its gradients; it got unaveraged ones."""
         opened, self._open, self._averages_in_place = self._open, [], False
         for reduction, allreduces, before in opened:
             reduction.end_backward(self)
@@ -255,13 +257,13 @@ class RankSync:
         """Average the gradients that no backward pass has averaged. A collective operation.
 
         Args:
-            params: those of the optimizer.
-            fp32: those among them whose gradients are to be fp32 afterwards, on every rank.
-            records: those of this window.
-            steps: True if a step follows. If not, ranks in a window averaged by its last pass need not take part.
+            params: the parameters of the optimizer.
+            fp32: the parameters that have fp32 gradients afterwards, on every rank.
+            records: the records of this window.
+            steps: True if a step follows. If not, a rank whose last pass was averaged need not take part.
 
         Raises:
-            UsageError: on every rank, if ranks differ in their passes since the last synced one, or in whether they
+            UsageError: on every rank, if ranks differ in their passes since the last synced pass, or if only some ranks
                 clip gradients that were not averaged.
         """
         if self.joining:
@@ -271,7 +273,7 @@ class RankSync:
                     "no_sync(): ranks that have run out of inputs take part in the reductions of backward passes only."
                 )
             return
-        # A rank of a plain loop, which has no blocks at all, has gradients.
+        # In a loop without blocks a rank has gradients, and need not compare anything.
         asks = steps and (self._had_pass or all(p.grad is None for p in params))
         if not self._parted and (self._unsynced or (asks and not capturing(self.reductions[0].device))):
             scales = len({record.scaler for record in records if not record.shared})
@@ -320,7 +322,7 @@ _LATE = (
 
 
 def _refuse(differences: Iterable[float | torch.Tensor], when: str = "Before this step", then: str = "") -> None:
-    """Refuse to go on if ranks differ in any of ``_PROBLEMS``.
+    """Refuse to continue if ranks differ in any of ``_PROBLEMS``.
 
     Raises:
         UsageError: on every rank.
@@ -333,15 +335,16 @@ def _refuse(differences: Iterable[float | torch.Tensor], when: str = "Before thi
 def share_overflow(
     records: Collection[BackwardRecord], ranks: Iterable[RankSync]
 ) -> dict[DeviceLossScaler, torch.Tensor]:
-    """Share overflows between the ranks: one all-reduce, of one number for each loss scale.
+    """Share overflows between the ranks by one all-reduce of one flag per loss scale.
 
     Args:
-        records: those of an accumulation window. ``found_inf`` of records that were not shared yet changes in place.
-        ranks: whose process groups take part; without any nothing is sent.
+        records: the records of an accumulation window. ``found_inf`` of records that are not shared yet changes in
+            place.
+        ranks: the optimizers whose process groups take part; without a process group nothing is sent.
 
     Returns:
-        For each loss scale with new records, whether one of its passes overflowed on any rank. Only the first
-        overflow of a window counts.
+        For each loss scale with new records, a flag that is 1.0 if one of its passes overflowed on any rank. Only the
+        first overflow of a window counts.
     """
     new: dict[DeviceLossScaler | None, list[BackwardRecord]] = {}
     before: dict[DeviceLossScaler | None, list[torch.Tensor]] = {}
@@ -351,7 +354,7 @@ def share_overflow(
         else:
             new.setdefault(record.scaler, []).append(record)
     shared = {scaler: row[-1].found_inf for scaler, row in new.items() if scaler is not None}
-    # While ranks join, what is shared is in the averaged gradients: they are not finite on any rank.
+    # In ``join`` ranks need no message: after an overflow the averaged gradients are not finite on any rank.
     if new and (groups := _distinct(group for one in ranks for group in one.groups)):
         device = next(iter(new.values()))[0].found_inf.device
         verdicts = torch.stack([torch.stack([p.found_inf.to(device) for p in row]).amax() for row in new.values()])
@@ -361,7 +364,7 @@ def share_overflow(
             for record in row:
                 record.found_inf.copy_(verdict)
             if scaler in shared and scaler in before:
-                # An overflow stays in averaged gradients, so a later pass of the window sees the same one again.
+                # An overflow stays in averaged gradients, so a later pass of the window finds the same overflow again.
                 shared[scaler] = verdict * (torch.stack(before[scaler]).amax() == 0)
     for record in records:
         record.shared = True
@@ -369,10 +372,10 @@ def share_overflow(
 
 
 def _distinct(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    """Process groups without repetition, in their order."""
+    """Return process groups without repetition, in their order."""
     return list({id(group): group for group in groups}.values())
 
 
 def _versions(reduction: Reduction, slots: Sequence[Slot]) -> dict[torch.Tensor, int]:
-    """The version of each gradient of a wrapper, which changes when a backward pass adds to it."""
+    """Return the version of each gradient of a wrapper, which changes when a backward pass adds to the gradient."""
     return {s.param: s.param.grad._version for s in slots if s.param.grad is not None and reduction.holds(s.param)}

@@ -1,4 +1,4 @@
-"""Tensors of many parameters sent between the ranks in few flat buckets: masters, and gradients before a step."""
+"""Messages with the tensors of many parameters in few flat buckets: masters, and gradients before a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def share_masters(params: Sequence[torch.Tensor], group: dist.ProcessGroup, rank
             values = values.view_as(param)
             rounded = write_master(param, values)
             assert rounded is not None
-            # Writing would make a saved forward pass fail in backward. At a tie there are two ways to round.
+            # Write only a changed weight, because autograd refuses a backward pass through a weight written since the
+            # forward pass. Two roundings of a tie count as equal.
             if not ((param == rounded) | (param == values.to(param.dtype))).all():
                 param.copy_(rounded)
 
@@ -41,12 +42,12 @@ def average_gradients(
     """Replace the gradients of parameters by their means over the ranks. A rank without a gradient counts as zero.
 
     Args:
-        params: those of one wrapper, the same on every rank.
-        group: the processes of the wrapper.
-        device: where numbers lie that the ranks exchange.
-        fp32: identities of parameters whose gradients are fp32 afterwards.
+        params: the parameters of one wrapper, the same on every rank.
+        group: the process group of the wrapper.
+        device: the device for numbers that the ranks exchange.
+        fp32: the identities of parameters that have fp32 gradients afterwards.
     """
-    # 0 for no gradient, 1 for a dense one, 1 more than the number of sparse dimensions for a sparse one
+    # 0 for no gradient, 1 for a dense gradient, 1 plus the count of sparse dimensions for a sparse gradient
     mine = [0 if (g := p.grad) is None else 1 + (g.sparse_dim() if g.is_sparse else 0) for p in params]
     kinds = torch.tensor(mine, dtype=torch.int64, device=device)
     dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=group)
@@ -61,7 +62,7 @@ def average_gradients(
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors grouped by device and dtype, in lists of at most ``_BUCKET`` elements or of one tensor."""
+    """Group tensors by device and dtype, in lists of at most ``_BUCKET`` elements or of one tensor."""
     chunks: list[list[torch.Tensor]] = []
     for rows in group_rows(tensors):
         room = -1  # none yet
@@ -75,7 +76,7 @@ def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _average_sparse(param: torch.Tensor, dims: int, group: dist.ProcessGroup, fp32: set[int]) -> None:
-    """``average_gradients`` for one parameter whose gradient has some sparse dimensions."""
+    """Average the gradient of one parameter, with ``dims`` sparse dimensions."""
     (grad,) = get_grads([param])
     if grad is None:
         grad = torch.zeros_like(param, dtype=torch.float32 if id(param) in fp32 else param.dtype)
@@ -87,7 +88,7 @@ def _average_sparse(param: torch.Tensor, dims: int, group: dist.ProcessGroup, fp
 
 
 def _average(owners: list[torch.Tensor], group: dist.ProcessGroup, fp32: set[int]) -> None:
-    """``average_gradients`` for one bucket."""
+    """Average the gradients of one bucket of parameters."""
     dtype = torch.float32 if is_half(owners[0]) else owners[0].dtype
     flat = torch.cat(
         [

@@ -1,4 +1,4 @@
-"""The end of ``DistributedDataParallel.join``, where all ranks get the weights of one that was active to the end."""
+"""The end of ``DistributedDataParallel.join``, where all ranks get the weights of a rank that was active to the end."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["is_joining", "share_masters_after_join"]
 
 
 def share_masters_after_join(wrapper: DistributedDataParallel) -> None:
-    """At every end of a ``join`` of this wrapper, broadcast the masters of that rank as well.
+    """Broadcast the masters with the weights at every end of a ``join`` of this wrapper.
 
-    This is the last moment at which all ranks are there. Afterwards each may read its masters without the others.
+    At this moment all ranks take part for the last time. Afterwards a rank may read its masters without other ranks.
     """
     wrapper.join_hook = _HookMaker(wrapper)  # type: ignore[method-assign]
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
-    """Whether this is inside of ``join``, where some ranks may have run out of inputs."""
+    """True in ``join``, where some ranks may have run out of inputs."""
     maker: Any = wrapper.join_hook
     return isinstance(maker, _HookMaker) and maker.open and join_facts(wrapper)[0]
 
 
 class _HookMaker:
-    """The ``join_hook`` method of one wrapper. It refers to the wrapper weakly, and a copied wrapper gets its own.
+    """The ``join_hook`` method of one wrapper, with a weak reference to the wrapper. A copied wrapper gets a new one.
 
     Attributes:
-        open: whether a ``join`` has begun and not ended.
+        open: True from the beginning to the end of a ``join``.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -61,7 +61,7 @@ class _WithMasters(JoinHook):
         self._hook.main_hook()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Give all ranks the weights and the masters of one of them."""
+        """Give all ranks the weights and the masters of one rank."""
         wrapper = self._wrapper
         self._hook.post_hook(is_last_joiner)
         ignored = set(wrapper.parameters_to_ignore)

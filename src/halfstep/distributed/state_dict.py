@@ -1,4 +1,4 @@
-"""Let ``torch.distributed.checkpoint`` make the state of optimizers whose 16-bit parameters have fp32 gradients."""
+"""A patch for ``torch.distributed.checkpoint``, which creates optimizer states for parameters with fp32 gradients."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PATCHED = "_halfstep_patched"
 
 
 def patch_state_init() -> None:
-    """Wrap the one function of that module that puts zeros of the parameter's dtype into ``p.grad`` (torch 2.13).
+    """Wrap the function of this module that puts zeros of the parameter's dtype into ``p.grad`` (torch 2.13).
 
-    The import of the module takes longer than that of halfstep. Where nobody has imported it, its function is wrapped
-    when somebody does.
+    Importing the module takes longer than importing halfstep. If no code has imported the module yet, its function is
+    wrapped at the first import.
     """
     if not HAS_GRAD_DTYPE:
         return
@@ -35,7 +35,7 @@ class _AtImport:
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """What the other finders say of the module, with a loader that patches it."""
+        """Return the module's spec from the other finders, with a loader that patches the module."""
         if name != STATE_MODULE:
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
@@ -56,7 +56,7 @@ class _AtImport:
 
 def _patch(module: Any) -> None:
     own = getattr(module, STATE_INIT, None)
-    if own is None or hasattr(module, _PATCHED):  # without it, another thread is importing the module just now
+    if own is None or hasattr(module, _PATCHED):  # the function is missing while another thread imports the module
         return
 
     @functools.wraps(own)

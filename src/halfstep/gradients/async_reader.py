@@ -1,7 +1,7 @@
-"""Read numbers of a device on the host without waiting for the device.
+"""Reads of device values on the host without waiting for the device.
 
-The loss scaler posts the numbers for its messages when a step is queued. It reads them at a later step, when the device
-has computed them long since.
+The loss scaler posts the numbers for its messages when it queues a step. It reads them at a later step, when the device
+has computed them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["AsyncReader", "capturing"]
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded on the current stream: nothing can be read or cached for later then."""
+    """True while a CUDA graph is captured on the current stream, so that the host can neither read nor cache values."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class _Slot:
-    """Host memory for one row of numbers, and an event of the device that says when they are there."""
+    """Host memory for one row of numbers, and a device event that completes when the numbers have arrived."""
 
     __slots__ = ("device", "numbers", "passed", "targets")
 
@@ -29,7 +29,7 @@ class _Slot:
         # Pageable memory would make the copy wait for the device.
         host = torch.empty(width, dtype=torch.float32, device="cpu", pin_memory=device.type != "cpu")
         self.targets = host.unbind()
-        # The same memory, without torch: reading a tensor counts as a wait wherever waits are counted.
+        # The same memory, without torch: tools that count synchronizations count each read of a tensor.
         self.numbers = (ctypes.c_float * width).from_address(host.data_ptr())
         self.passed = None if device.type == "cpu" else torch.Event(device)
 
@@ -37,12 +37,12 @@ class _Slot:
 class AsyncReader:
     """A queue of rows of 0-dim tensors.
 
-    ``post`` copies a row into host memory in the order of the device's work, without waiting; ``poll`` hands out the
-    rows that have arrived, oldest first, as plain floats. A row posted in one step is there in the next unless the
-    host runs further ahead than that. While a CUDA graph is captured nothing is posted.
+    ``post`` copies a row into host memory in the order of the device's work, without waiting; ``poll`` returns the
+    rows that have arrived, oldest first, as plain floats. A row posted in one step arrives before the next step unless
+    the host runs further ahead. ``post`` does nothing while a CUDA graph is captured.
 
     Args:
-        width: how many numbers a row has.
+        width: the count of numbers in a row.
     """
 
     def __init__(self, width: int) -> None:
@@ -51,7 +51,7 @@ class AsyncReader:
         self._free: list[_Slot] = []
 
     def __reduce__(self) -> tuple[type[AsyncReader], tuple[int]]:
-        """Copies and pickles start empty: the rows on their way belong to this reader."""
+        """Copy and pickle as an empty reader, because posted rows belong to this reader."""
         return AsyncReader, (self._width,)
 
     def post(self, *row: torch.Tensor) -> None:
@@ -70,7 +70,7 @@ class AsyncReader:
         self._queue.append(slot)
 
     def poll(self, *, wait: bool = False) -> list[tuple[float, ...]]:
-        """The rows that have arrived since the last call; with ``wait`` all that were posted."""
+        """Return the rows that have arrived since the last call; with ``wait``, wait for all posted rows."""
         arrived = []
         while self._queue:
             slot = self._queue[0]

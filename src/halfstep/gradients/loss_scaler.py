@@ -1,8 +1,8 @@
-"""The loss scale in use, whose state lives on the device.
+"""The loss scaler: a loss scale in use, with its state on the device.
 
-``DeviceLossScaler`` serves ``amp.initialize``, ``GradScaler`` and ``fp16_utils`` alike: they give its settings names of
-their own. The rules that move the scale are the values of ``core.loss_scale``. The state moves in place, so a captured
-CUDA graph goes on moving it.
+``amp.initialize``, ``GradScaler`` and ``fp16_utils`` use ``DeviceLossScaler`` and give its settings their own names.
+The rules that change the scale are in ``core.loss_scale``. Updates are in place, so that replays of a captured CUDA
+graph also update the scale.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ logger = logging.getLogger("halfstep")
 
 
 class DeviceLossScaler:
-    """A loss scale in use: a rule and its present state, kept on the device of the losses.
+    """A loss scale in use: a rule and its current state on the device of the losses.
 
-    Overflows are told of through ``logging``, at level INFO of the logger "halfstep", one update late: reading the
-    flag at once would make the host wait for the device.
+    It logs overflows at level INFO of the logger "halfstep", one update late, because reading the flag at once would
+    make the host wait for the device.
 
     Args:
-        rule: how the scale moves.
-        name: what messages call it.
-        verbose: whether to log overflows.
+        rule: the rule that changes the scale.
+        name: the name of the scaler in messages.
+        verbose: log overflows.
 
     Attributes:
-        settings: the rule by which the scale moves while it is dynamic. A static scale keeps the settings that it would
-            have, so that it can be made dynamic later.
-        neutral: whether scaling by it does nothing at all: a static scale of 1.
-        found: the flag of who unscales by hand, from the latest update on; None if nobody did.
+        settings: the rule that changes the scale while it is dynamic. A static scale keeps the settings for the case
+            that user code makes it dynamic later.
+        neutral: True for a static scale of 1, with which scaling has no effect.
+        found: the overflow flag of manual unscaling since the latest update; None if user code did not unscale.
     """
 
     def __init__(self, rule: LossScale, *, name: str = "the loss scaler", verbose: bool = True) -> None:
@@ -56,7 +56,7 @@ class DeviceLossScaler:
 
     @property
     def rule(self) -> LossScale:
-        """How the scale moves from the next update on."""
+        """The rule that changes the scale from the next update on."""
         return self._rule
 
     @rule.setter
@@ -68,7 +68,7 @@ class DeviceLossScaler:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale ever moves. Setting it to False keeps the scale where it is, and reads the device."""
+        """True if the scale can change. Setting it to False keeps the current scale, and reads the device."""
         return self._rule.dynamic
 
     @dynamic.setter
@@ -79,10 +79,10 @@ class DeviceLossScaler:
             self.rule = StaticLossScale(self.loss_scale())
 
     def change(self, **settings: Any) -> None:
-        """Change fields of ``settings``, which are those of ``DynamicLossScale``. Reads the device.
+        """Change fields of ``settings``, a ``DynamicLossScale``. Reads the device.
 
         Raises:
-            ArgumentValueError: for a value that the rule refuses. Nothing has changed then.
+            ArgumentValueError: for a value that the rule refuses; the settings are unchanged.
         """
         changed = replace(self.settings, **settings)
         if self.dynamic:
@@ -91,31 +91,30 @@ class DeviceLossScaler:
             self.settings = changed
 
     def state(self, device: torch.device) -> LossScaleState:
-        """The state, moved to ``device`` if it was elsewhere; ``update`` changes these very tensors."""
+        """Return the state, moved to ``device`` if needed; ``update`` changes these tensors in place."""
         if self._state.scale.device != device:
             self._state = LossScaleState(*(t.to(device, non_blocking=True) for t in self._state))
             self._present = None
         return self._state
 
     def scale(self, device: torch.device) -> torch.Tensor:
-        """The scale on ``device`` as a tensor that keeps its value: after an ``update`` it is another object."""
+        """Return the scale on ``device`` as a tensor that updates do not change; each update starts a new tensor."""
         state = self._state if self._state.scale.device == device else self.state(device)
-        # A graph must copy the scale anew at each replay.
+        # A graph must copy the scale at each replay.
         if self._present is None or capturing(device):
             self._present = state.scale.clone()
         return self._present
 
     def update(self, found_inf: torch.Tensor, blame: Callable[[], str] | None = None) -> None:
-        """Take one step of the rule.
+        """Update the state by the rule.
 
         Args:
-            found_inf: 0-dim float32 tensor, nonzero when a gradient was inf or NaN. It is read only while the scale
+            found_inf: 0-dim float32 tensor, nonzero if a gradient was inf or NaN. The host reads it only if the scale
                 is about to collapse.
-            blame: says which gradient is not finite; asked only for the message of the error.
+            blame: a function that names the first gradient that is not finite, for the error message.
 
         Raises:
-            LossScaleCollapsed: when the scale is at its floor and this is the last overflow in a row that
-                ``collapse_after`` of the rule allows.
+            LossScaleCollapsed: if the scale is at its floor and this overflow reaches the rule's ``collapse_after``.
         """
         self.found, device = None, found_inf.device
         state = self._state if self._state.scale.device == device else self.state(device)
@@ -128,17 +127,17 @@ class DeviceLossScaler:
         self._late.post(found_inf, state.scale)
 
     def loss_scale(self) -> float:
-        """The present scale as a number. Reads the device."""
+        """Return the current scale as a number. Reads the device."""
         self._pick_up(wait=True)
         return float(self._state.scale)
 
     def overflows(self) -> int:
-        """How many updates have found an overflow so far. Reads the device; replays of a CUDA graph are not counted."""
+        """Return the count of updates with an overflow. Reads the device; does not count replays of a CUDA graph."""
         self._pick_up(wait=True)
         return self._overflows
 
     def set_scale(self, scale: float) -> None:
-        """Set the present scale.
+        """Set the current scale.
 
         Raises:
             ArgumentValueError: unless it is a finite number above zero.
@@ -148,31 +147,31 @@ class DeviceLossScaler:
         self._state = self._start(scale, self.good(), int(self._state.bad), self._state.scale.device)
 
     def overflowed(self) -> bool:
-        """Whether the latest update was for gradients with inf or NaN. Reads the device."""
+        """True if the latest update was for gradients with inf or NaN. Reads the device."""
         self._pick_up(wait=True)
         return self._overflowed
 
     def good(self) -> int:
-        """How many good steps have been counted since the scale last moved. Reads the device."""
+        """Return the count of good steps since the scale last changed. Reads the device."""
         return int(self._state.good)
 
     def set_good(self, good: int) -> None:
-        """Set how many good steps have been counted since the scale last moved."""
+        """Set the count of good steps since the scale last changed."""
         self._pick_up(wait=True)
         self._state.good.fill_(good)
 
     def state_dict(self) -> dict[str, float | int]:
-        """Plain numbers: ``loss_scale`` and ``unskipped`` as Apex wrote them, and ``bad`` when there are any."""
+        """Return plain numbers: ``loss_scale`` and ``unskipped`` as in Apex, and ``bad`` if it is not 0."""
         entry: dict[str, float | int] = {"loss_scale": self.loss_scale(), "unskipped": self.good()}
         if bad := int(self._state.bad):
             entry["bad"] = bad
         return entry
 
     def load_state_dict(self, entry: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` of this or of Apex's scaler returned.
+        """Load a state dict of this scaler or of Apex's scaler.
 
         Raises:
-            ArgumentValueError: unless it has whole numbers and a scale that is finite and above zero.
+            ArgumentValueError: unless the counts are whole numbers and the scale is finite and above zero.
         """
         scale, good, bad = saved_numbers(self.name, entry)
         self._pick_up(wait=True)
@@ -181,8 +180,8 @@ class DeviceLossScaler:
     # ---- inside
 
     def _move_by(self, rule: DynamicLossScale) -> None:
-        """Go by another rule. If its interval is already counted, the scale grows at the next finite step."""
-        self._pick_up(wait=True)  # the rule of before counts its own overflows
+        """Change the rule. If the count has reached the rule's interval, the scale grows at the next finite step."""
+        self._pick_up(wait=True)  # overflows so far belong to the previous rule
         self.rule = rule
         if rule.growth_interval is not None and self.good() >= rule.growth_interval:
             self.set_good(rule.growth_interval - 1)
@@ -191,7 +190,7 @@ class DeviceLossScaler:
         if not self._rule.dynamic and scale != self._rule.init_scale:
             self.rule = StaticLossScale(scale)
         self._present = None
-        self._known_scale = scale  # the scale after the latest update that the host has heard of
+        self._known_scale = scale  # the scale after the latest update that the host has read
         self._stuck = 0  # overflows in a row, up to that update, that began at or below the collapse scale
         return LossScaleState(
             torch.full((), scale, dtype=torch.float32, device=device),
@@ -200,7 +199,7 @@ class DeviceLossScaler:
         )
 
     def _pick_up(self, *, wait: bool = False) -> None:
-        """Tell of the updates that the host has heard of by now."""
+        """Log and count the updates whose results have arrived on the host."""
         for found_inf, scale in self._late.poll(wait=wait):
             self._overflows += bool(found_inf)
             self._overflowed = bool(found_inf)
@@ -211,7 +210,7 @@ class DeviceLossScaler:
             self._known_scale = scale
 
     def _check_collapse(self, found_inf: torch.Tensor, limit: int, blame: Callable[[], str] | None) -> None:
-        """The flag is read here: a scale this low is no steady state."""
+        """Raise an error if the gradients have overflowed. This reads the flag, which is rare at so low a scale."""
         if not found_inf.item():
             return
         bad = blame() if blame is not None else "no gradient was looked at"
@@ -226,14 +225,14 @@ class DeviceLossScaler:
 
 
 def saved_numbers(name: str, entry: Any) -> tuple[float, int, int]:
-    """The scale, and the finite and overflowing steps in a row, of a saved loss scaler.
+    """Return the scale, and the counts of finite and of overflowing steps in a row, of a saved loss scaler.
 
     Args:
-        name: what the message calls it.
-        entry: what ``state_dict`` of a ``DeviceLossScaler`` or of Apex's scaler returned.
+        name: the name of the scaler in messages.
+        entry: a state dict of a ``DeviceLossScaler`` or of Apex's scaler.
 
     Raises:
-        ArgumentValueError: for anything else.
+        ArgumentValueError: for any other value.
     """
     if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= set(entry):
         raise ArgumentValueError(f"{name} was saved as {entry!r}; it must have loss_scale and unskipped.")

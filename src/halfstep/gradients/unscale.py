@@ -1,7 +1,7 @@
-"""Unscale gradients in place, find inf and NaN in the same pass, and clip them.
+"""Unscaling of gradients in place, with a check for inf and NaN in the same pass, and clipping.
 
-They may have any floating or complex dtype, be sparse, of zero size, on several devices, or sharded. ``ledger`` decides
-which gradients those are, and which become fp32 before.
+Gradients may have any floating or complex dtype, be sparse, have zero size, lie on several devices, or be sharded.
+``ledger`` decides which gradients to unscale, and which gradients become fp32 first.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ __all__ = ["Unscaler", "clip_factor", "dense_view", "reciprocal", "widened"]
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """``1 / scale`` rounded once to float32, as a tensor on the same device."""
+    """Return ``1 / scale`` rounded once to float32, as a tensor on the same device."""
     # Division on a GPU may be approximate in fp32.
     return scale.reciprocal() if scale.is_cpu else in_scalar_dtype(scale).reciprocal().float()
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor that makes the norm of gradients at most ``max_norm``, as in ``torch.nn.utils.clip_grad_norm_``."""
+    """Return the factor that limits the norm of gradients to ``max_norm``, as in ``torch.nn.utils.clip_grad_norm_``."""
     return (max_norm / (norm + 1e-6)).clamp_(max=1.0)
 
 
 def widened(grad: torch.Tensor) -> torch.Tensor:
-    """The gradient in fp32, or as it is if its dtype is as wide or wider."""
+    """Return the gradient in fp32, or unchanged if its dtype is at least as wide."""
     return grad.to(torch.promote_types(grad.dtype, torch.float32))
 
 
 def dense_view(grad: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient as a real dense tensor that shares its memory; a sparse one must be coalesced."""
+    """Return the values of a gradient as a real dense view; a sparse gradient must be coalesced."""
     values = values_of(grad) if grad.is_sparse else grad
     return torch.view_as_real(values) if values.is_complex() else values
 
 
 class Unscaler:
-    """Unscales the gradients of one list of parameters at every step, with a grouping that is kept between steps."""
+    """The unscaling of one list of parameters, which keeps the groups of their gradients between steps."""
 
     def __init__(self) -> None:
         self._cache = TensorGroupsCache()
-        self._owners: list[torch.Tensor] = []  # those of the latest ``gather``
+        self._owners: list[torch.Tensor] = []  # the parameters of the latest ``gather`` that had gradients
 
     def gather(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of parameters of any kind as real dense tensors that share their memory."""
+        """Return the gradients of parameters of any kind as real dense views."""
         owners = list(params)
         grads = [grad for p in owners if (grad := p.grad) is not None]
         if len(grads) < len(owners):
@@ -59,7 +59,7 @@ class Unscaler:
         if [grad for grad in grads if grad.is_sparse or grad.is_complex()]:
             for i, param in enumerate(owners):
                 if grads[i].is_sparse and not grads[i].is_coalesced():
-                    # Duplicates of an index are added up in fp32, where they cannot overflow.
+                    # Add duplicate indices in fp32, where the sum cannot overflow.
                     param.grad = grads[i] = widened(grads[i]).coalesce().to(grads[i].dtype)
             grads = [dense_view(grad) for grad in grads]
         return grads
@@ -69,12 +69,13 @@ class Unscaler:
         """Scale gradients down so that their total norm is at most ``max_norm``.
 
         Args:
-            params: as for ``gather``.
+            params: the parameters, of any kind that ``gather`` takes.
             max_norm: the largest norm allowed.
-            norm_type: of the p-norm; ``float("inf")`` for the largest element.
+            norm_type: the p of the p-norm; ``float("inf")`` for the largest magnitude.
 
         Returns:
-            The norm before, as a 0-dim tensor; 0 without gradients. Where it is inf or NaN all gradients become NaN.
+            The norm before clipping, as a 0-dim tensor; 0 without gradients. If it is inf or NaN, clipping multiplies
+            all gradients by 0 or NaN.
         """
         grads = self.gather(params)
         if not grads:
@@ -88,10 +89,10 @@ class Unscaler:
     def unscale_and_clip(
         self, grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor, max_norm: float
     ) -> torch.Tensor:
-        """``unscale`` and clip to a 2-norm; one read of the gradients gives the norm and the finite check together.
+        """Unscale and clip to a 2-norm. One read of the gradients gives the norm and the check for inf and NaN.
 
         Args:
-            grads: what the latest ``gather`` returned.
+            grads: the result of the latest ``gather``.
             inv_scale: 0-dim float32 tensor.
             found_inf: 0-dim float32 tensor, set to 1.0 if the norm of the scaled gradients is not finite in fp32.
             max_norm: the largest norm allowed.
@@ -111,7 +112,7 @@ class Unscaler:
         """Multiply gradients by ``inv_scale`` in place, in fp32 arithmetic.
 
         Args:
-            grads: what the latest ``gather`` returned.
+            grads: the result of the latest ``gather``.
             inv_scale: 0-dim float32 tensor on any device.
             found_inf: 0-dim float32 tensor on any device, set to 1.0 if a gradient holds inf or NaN.
         """

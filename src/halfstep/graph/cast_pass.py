@@ -1,4 +1,4 @@
-"""Puts casts into a captured graph: the op lists of eager mode decide on each op, with as few casts as that allows."""
+"""Casts in a captured graph: eager mode's op lists decide about each op, and a minimum cut places the casts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GUARD = "halfstep_fp16_guard"
 
 _CASTS = words("to _to_copy type_as")
 NAMES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss"}
-"""The rows of ops that a graph calls by another name."""
+"""The row names of ops that have another name in graphs."""
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SMALL = 2**14  # elements
@@ -49,11 +49,11 @@ class Casting:
     """A graph with casts.
 
     Attributes:
-        module: the graph module; parameters and buffers are those of the one it was made from.
-        rows: an entry for each op on floating tensors.
-        casts_before: how many casts ``torch.autocast`` makes on the way: one for each input, parameters once.
-        casts_after: how many there are; that of parameters together is one.
-        half_params: names of parameters that are expected in 16 bits.
+        module: the graph module, which shares parameters and buffers with the original module.
+        rows: an entry per op on floating tensors.
+        casts_before: the count of casts that ``torch.autocast`` makes: one per input, and one per parameter in all.
+        casts_after: the count of casts in the graph; the multi-tensor cast of parameters counts as one.
+        half_params: the names of parameters that the graph expects in 16 bits.
     """
 
     module: fx.GraphModule
@@ -75,20 +75,20 @@ def cast_graph(
     emulate: Emulate = "auto",
     opaque: bool | None = None,
 ) -> Casting:
-    """Put casts into a copy of a graph of aten ops.
+    """Insert casts into a copy of a graph of aten ops.
 
     Args:
-        module: with ``meta["val"]`` on its nodes; stays as it is.
-        lists: which op computes in which precision.
+        module: the graph, with ``meta["val"]`` on its nodes; not changed.
+        lists: the op lists, which choose the precision of each op.
         half: the 16-bit dtype.
-        guarded: only what was captured inside ``fp16_guard`` may be 16-bit.
-        outside: parameters that are read in 16 bits only will be 16-bit themselves.
-        black_values: names of nodes that compute in fp32 whatever the lists say.
-        together: cast parameters of up to so many elements in one multi-tensor call at the start. None means all on
-            CUDA, where it saves launches, and small ones on a CPU: a large weight that is cast just before it is read
-            is still in the cache then.
-        emulate: where 16-bit products run in fp32 kernels; see ``casting.emulation``.
-        opaque: as of ``emulation.narrow``; a graph that goes to Inductor without Dynamo needs True.
+        guarded: compute in 16 bits only the nodes that were captured in ``fp16_guard``.
+        outside: expect parameters in 16 bits if the graph reads them in 16 bits only; the caller casts them.
+        black_values: names of nodes that compute in fp32 regardless of the lists.
+        together: cast parameters of at most this many elements in one multi-tensor call at the start. None means all
+            parameters on CUDA, where it saves launches, and small parameters on a CPU, where a large weight that is
+            cast just before an op reads it is still in the cache.
+        emulate: the devices on which 16-bit products run in fp32 kernels; see ``casting.emulation``.
+        opaque: the argument of ``emulation.narrow``; a graph that goes to Inductor without Dynamo needs True.
     """
     if together is None:
         together = sys.maxsize if any(param.is_cuda for param in module.parameters()) else _SMALL
@@ -101,7 +101,7 @@ def cast_graph(
 
 @dataclass
 class _CastPass:
-    """Decides for each op in which dtype it reads and gives, then puts the casts into the graph."""
+    """The pass over one graph: choose the dtypes that each op reads and gives, then insert the casts."""
 
     module: fx.GraphModule
     lists: OpLists
@@ -110,10 +110,10 @@ class _CastPass:
     black_values: frozenset[str]
     together: int
     label: dict[fx.Node, str] = field(default_factory=dict)  # the precision of each floating value
-    demand: dict[tuple[fx.Node, fx.Node], str] = field(default_factory=dict)  # (value, reader) -> what it is read in
-    rule: dict[fx.Node, str] = field(default_factory=dict)  # what decided about each op
-    moves: set[fx.Node] = field(default_factory=set)  # ops that only move numbers
-    casts: set[fx.Node] = field(default_factory=set)  # nodes that were put in
+    demand: dict[tuple[fx.Node, fx.Node], str] = field(default_factory=dict)  # (value, reader) -> precision it reads
+    rule: dict[fx.Node, str] = field(default_factory=dict)  # the rule that decided about each op
+    moves: set[fx.Node] = field(default_factory=set)  # ops that only move data
+    casts: set[fx.Node] = field(default_factory=set)  # the inserted casts
 
     def run(self, outside: bool, emulate: Emulate, opaque: bool | None) -> Casting:
         self.graph = self.module.graph
@@ -176,7 +176,7 @@ class _CastPass:
         self._set(node, inputs, result, reads)
 
     def _row_of(self, node: fx.Node, name: str) -> tuple[Op, str]:
-        """The row of an op as it holds for a node, and what decides there."""
+        """Return the op's row as it applies to a node, and the rule that decides about the node."""
         op = self.lists.row(NAMES.get(name, name))
         if op.reads == "moves" and op.list == "free":
             return op, "free"
@@ -207,9 +207,9 @@ class _CastPass:
     # ---- where the casts go
 
     def _choose(self) -> None:
-        """Give ops that only move numbers the dtypes with which casts are fewest."""
+        """Choose dtypes for ops that only move data so that casts are fewest."""
         if "in place" in self.rule.values():
-            return  # a cast copies: a write through a view would miss the tensor behind it
+            return  # a cast copies, so that a write through a view would miss the tensor behind the view
         free = {node for node in self.moves if not self._must_stay(node)}
         readers: dict[Any, list[Any]] = {}
         for (source, reader), wanted in self.demand.items():
@@ -226,7 +226,7 @@ class _CastPass:
                 self.demand[source, reader] = self.label[reader]
 
     def _must_stay(self, node: fx.Node) -> bool:
-        """True if fp32 numbers go through a node to a reader of fp32: they must not be rounded on the way.
+        """True if fp32 values pass through a node to a reader of fp32, so that the node must not round them.
 
         An output of the graph keeps the dtype that it has without casts.
         """
@@ -263,10 +263,10 @@ class _CastPass:
             for source, cast in replaced.items():
                 node.replace_input_with(source, cast)
             if _in_place(name):
-                made = dict(params)  # what was cast before is not what is there now
+                made = dict(params)  # the op has changed a value, so that earlier casts of it are stale
 
     def _cast_parameters(self) -> dict[tuple[fx.Node, str], fx.Node]:
-        """Parameters that are read in 16 bits, in one multi-tensor cast."""
+        """Insert one multi-tensor cast of the parameters that ops read in 16 bits, and return its results."""
         params = [
             node
             for node in self.graph.nodes
@@ -286,7 +286,7 @@ class _CastPass:
         return made
 
     def _as(self, source: fx.Node, wanted: str, before: fx.Node, made: dict[tuple[fx.Node, str], fx.Node]) -> fx.Node:
-        """The value in a dtype, cast once for all of its readers; a widened value narrows to what it came from."""
+        """Return a value in a precision, cast once for all readers; a value cast from 16 bits returns its origin."""
         if op_name(source) in _CASTS and wanted == HALF:
             origin = next((s for s in source.all_input_nodes if s in self.label), None)
             if origin is not None and self.label[origin] == HALF:
@@ -329,7 +329,7 @@ def _in_place(name: str) -> bool:
 
 
 def _several(node: fx.Node) -> bool:
-    """True for an op that gives several tensors, which getitem takes apart."""
+    """True for an op with several results, which ``getitem`` nodes separate."""
     return any(user.target is operator.getitem and _floating(user) for user in node.users)
 
 

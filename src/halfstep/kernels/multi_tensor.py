@@ -1,14 +1,14 @@
 """Multi-tensor operations on lists of tensors that may mix devices and dtypes: copy, scale, unscale, add, norm.
 
-Where torch has one call for the operation (``torch._foreach``), that call is made, once for each group of tensors.
-Other operations are elementwise kernels, which run on the backend of their device (``launch``). Whoever runs a kernel
-on the same tensors step after step keeps a ``TensorTable`` and launches on it.
+If torch has one call for the operation (``torch._foreach``), it is called once per group of tensors. Other operations
+are elementwise kernels, which run on the backend of their device (``launch``). A caller that runs a kernel on the same
+tensors in every step keeps a ``TensorTable`` and launches on it.
 
-``groups`` is what ``TensorGroups`` makes of an operation's lists, in the order of its arguments; callers that have
-the same lists in every step keep it. ``found_inf`` is a 0-dim float32 tensor on any device that is set to 1.0 where a
-value is inf or NaN, and is never read here. ``copy``, ``scale_``, ``unscale_``, ``unscale_into`` and ``norm`` take
-sharded tensors (``DTensor``), too. What is found of them is what all their processes find, so these calls are
-collective operations there. Autograd records neither ``copy``, ``unscale_`` nor a kernel.
+``groups`` is a ``TensorGroups`` of the operation's lists, in the order of its arguments; callers with the same lists in
+every step keep it. ``found_inf`` is a 0-dim float32 tensor on any device. These functions set it to 1.0 if a value is
+inf or NaN, and never read it. ``copy``, ``scale_``, ``unscale_``, ``unscale_into`` and ``norm`` also take sharded
+tensors (``DTensor``). They combine the results of all processes that hold a part, so they are collective operations on
+sharded tensors. Autograd records neither ``copy``, ``unscale_`` nor a kernel.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _LARGE = 2**16  # elements of a tensor, on average
 
 
 def group_rows(*columns: Sequence[torch.Tensor | None], marks: Sequence[Hashable] = ()) -> list[list[int]]:
-    """The positions of rows whose tensors have the same device, dtype and sharding, column by column.
+    """Group rows whose tensors have the same device, dtype and sharding, column by column.
 
     Args:
-        columns: lists of equal length; row i is ``(columns[0][i], columns[1][i], ...)``. None goes with None.
-        marks: one for each row, if there are any; rows with the same go together.
+        columns: lists of equal length; row i is ``(columns[0][i], columns[1][i], ...)``. None matches None.
+        marks: one mark per row, or empty. A group has rows with equal marks.
 
     Returns:
-        A list of positions for each group. Groups come in the order of their first rows.
+        A list of row positions per group. Groups are in the order of their first rows.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, row in enumerate(zip(*columns, strict=True)):
@@ -74,16 +74,16 @@ def group_rows(*columns: Sequence[torch.Tensor | None], marks: Sequence[Hashable
 class TensorGroups:
     """The groups of aligned lists of tensors; see ``group_rows``.
 
-    Only positions are kept, never a tensor. So the groups of one step serve the next, whose gradients are new tensors
-    of the same kind.
+    It keeps positions, never a tensor, so that the groups of one step also fit the next step, whose gradients are new
+    tensors of the same kind.
 
     Args:
         columns: lists of equal length.
-        owners: the parameters whose gradients or masters these are. FSDP1 cuts them into plain tensors.
+        owners: the parameters whose gradients or masters the columns hold. FSDP1 cuts parameters into plain tensors.
 
     Attributes:
         domains: for each group, the processes over which its tensors are sharded.
-        cut: those among them that are not empty, each once.
+        cut: the distinct domains that are not empty.
     """
 
     __slots__ = ("_rows", "cut", "domains")
@@ -95,11 +95,10 @@ class TensorGroups:
         self.cut: list[Domain] = [domain for domain in dict.fromkeys(self.domains) if domain]
 
     def split(self, *columns: Sequence[torch.Tensor]) -> list[tuple[list[torch.Tensor], ...]]:
-        """The groups of these lists, which must be of the kind that the groups were made for.
+        """Split lists of the same kind as the lists given to the constructor into groups.
 
         Returns:
-            One tuple of lists for each group, the lists in the order of ``columns``. Of sharded tensors they hold the
-            local parts.
+            A tuple of lists per group, in the order of ``columns``. Sharded tensors are replaced by their local parts.
         """
         if len(self._rows) != 1:
             groups = [tuple([[column[i] for i in rows] for column in columns]) for rows in self._rows]
@@ -110,18 +109,18 @@ class TensorGroups:
 
 
 class TensorGroupsCache:
-    """The groups of long-lived tensors (parameters, masters), found by the identity of these.
+    """A cache of the groups of long-lived tensors (parameters, masters), by their identities.
 
-    An entry keeps its tensors alive, so that their identities cannot become those of later tensors. The cache holds one
-    entry for each ``slot``. It is made anew when other tensors take part: a parameter had no gradient this time, or a
-    parameter group was added.
+    An entry keeps its tensors alive, so that later tensors cannot have the same identities. The cache has one entry per
+    ``slot``, and replaces it when the list of owners changes, because a parameter has no gradient this time or user
+    code has added a parameter group.
     """
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, tuple[tuple[int, ...], TensorGroups, Sequence[torch.Tensor]]] = {}
 
     def get(self, slot: Hashable, owners: Sequence[torch.Tensor], *columns: Sequence[torch.Tensor]) -> TensorGroups:
-        """The groups of ``columns``, whose rows belong to ``owners``."""
+        """Return the groups of ``columns``, whose rows belong to ``owners``."""
         key = tuple(map(id, owners))
         entry = self._entries.get(slot)
         if entry is None or entry[0] != key:
@@ -134,25 +133,25 @@ class TensorGroupsCache:
 
 @elementwise_kernel(checks=("seen",))
 def scale_kernel(source: Any, target: Any, *, factor: Any) -> dict[str, Any]:
-    """``target = source * factor``, with a check of the source."""
+    """Compute ``target = source * factor`` and check the source."""
     return {"target": source * factor, "seen": source}
 
 
 @elementwise_kernel(checks=("x_seen", "y_seen"))
 def axpby_kernel(x: Any, y: Any, target: Any, *, a: Any, b: Any) -> dict[str, Any]:
-    """``target = a x + b y``, with a check of both."""
+    """Compute ``target = a x + b y`` and check both sources."""
     return {"target": x * a + y * b, "x_seen": x, "y_seen": y}
 
 
 @elementwise_kernel(checks=("seen",))
 def accumulate_kernel(source: Any, target: Any, *, factor: Any) -> dict[str, Any]:
-    """``target += source * factor``, with a check of the source."""
+    """Compute ``target += source * factor`` and check the source."""
     return {"target": target + source * factor, "seen": source}
 
 
 @elementwise_kernel(squares=("seen",), checks=("seen",))
 def l2norm_kernel(source: Any) -> dict[str, Any]:
-    """The sum of squares, with a check."""
+    """Compute the sum of squares and check the source."""
     return {"seen": source}
 
 
@@ -161,13 +160,13 @@ def l2norm_kernel(source: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def copy(sources: Tensors, targets: Tensors, *, groups: TensorGroups | None = None) -> None:
-    """``target = source`` for each pair, cast to the target's dtype."""
+    """Copy each source to its target, cast to the target's dtype."""
     for src, dst in (groups or TensorGroups(sources, targets)).split(sources, targets):
         torch._foreach_copy_(dst, src)
 
 
 def scale_(tensors: Tensors, factor: torch.Tensor, *, groups: TensorGroups | None = None) -> None:
-    """``tensor *= factor`` in place; ``factor`` is a 0-dim tensor on any device."""
+    """Multiply tensors by ``factor``, a 0-dim tensor on any device, in place."""
     for (group,) in (groups or TensorGroups(tensors)).split(tensors):
         torch._foreach_mul_(group, factor.to(group[0].device, non_blocking=True))
 
@@ -176,9 +175,9 @@ def scale_(tensors: Tensors, factor: torch.Tensor, *, groups: TensorGroups | Non
 def unscale_(
     tensors: Tensors, inv_scale: torch.Tensor, found_inf: torch.Tensor, *, groups: TensorGroups | None = None
 ) -> None:
-    """``tensor *= inv_scale`` in place, in fp32 arithmetic, looking for inf and NaN in the same pass.
+    """Multiply tensors by ``inv_scale`` in place, in fp32 arithmetic, and check for inf and NaN in the same pass.
 
-    The versions of the tensors stay as they are, as in ``torch.amp.GradScaler``.
+    The version counters of the tensors do not change, as in ``torch.amp.GradScaler``.
 
     Args:
         tensors: real tensors of any float dtype.
@@ -202,12 +201,12 @@ def unscale_into(
     accumulate: bool,
     groups: TensorGroups | None = None,
 ) -> None:
-    """``target = source * inv_scale``, or ``target += ...`` with ``accumulate``; the sources stay as they are.
+    """Write ``target = source * inv_scale``, or ``target += ...`` with ``accumulate``, and leave the sources unchanged.
 
     Args:
         sources: gradients.
-        targets: float32 tensors of the same shapes, or the sources themselves, which are unscaled in place then.
-        inv_scale: 0-dim float32 tensor, or None to copy without scaling and without looking for overflow.
+        targets: float32 tensors of the same shapes, or the sources themselves, to unscale them in place.
+        inv_scale: 0-dim float32 tensor, or None to copy without scaling and without the overflow check.
         found_inf: set to 1.0 if a source is not finite.
         accumulate: add to the targets instead of overwriting them.
         groups: made for ``sources, targets``.
@@ -234,7 +233,7 @@ def unscale_into(
 
 
 def norm(tensors: Tensors, p: float = 2.0, *, groups: TensorGroups | None = None) -> torch.Tensor:
-    """The p-norm of all the tensors taken as one vector.
+    """Compute the p-norm of all the tensors taken as one vector.
 
     Args:
         tensors: at least one; real, of any float dtype.
@@ -242,7 +241,7 @@ def norm(tensors: Tensors, p: float = 2.0, *, groups: TensorGroups | None = None
         groups: made for ``tensors``.
 
     Returns:
-        A 0-dim tensor on the first tensor's device, float32, or float64 if one of them is.
+        A 0-dim tensor on the first tensor's device: float64 if a tensor is float64, else float32.
     """
     groups = groups or TensorGroups(tensors)
     device = tensors[0].device
@@ -262,11 +261,11 @@ def norm(tensors: Tensors, p: float = 2.0, *, groups: TensorGroups | None = None
 
 
 def scale(sources: Tensors, targets: Tensors, factor: Number, found_inf: torch.Tensor | None = None) -> None:
-    """``target = source * factor`` for each pair, in fp32 arithmetic (fp64 where a side is fp64).
+    """Write ``target = source * factor`` for each pair, in fp32 arithmetic (fp64 if either tensor is fp64).
 
     Args:
         sources: real tensors of any float dtypes and layouts.
-        targets: as many, of the same shapes; may be the sources themselves.
+        targets: a target of the same shape per source; may be the sources themselves.
         factor: a number or 0-dim tensor.
         found_inf: 0-dim float32 tensor, set to 1.0 if a source holds inf or NaN.
     """
@@ -276,23 +275,23 @@ def scale(sources: Tensors, targets: Tensors, factor: Number, found_inf: torch.T
 def axpby(
     a: Number, xs: Tensors, b: Number, ys: Tensors, targets: Tensors, found_inf: torch.Tensor | None = None
 ) -> None:
-    """``target = a x + b y`` for each triple; see ``scale``."""
+    """Write ``target = a x + b y`` for each triple; see ``scale``."""
     run(axpby_kernel, {"a": a, "b": b}, found_inf, x=xs, y=ys, target=targets)
 
 
 def l2norm(
     tensors: Tensors, *, per_tensor: bool = False, found_inf: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The 2-norm of the tensors taken as one vector, and of each if asked for, with the finite check in one read.
+    """Compute the 2-norm of the tensors taken as one vector, and check for inf and NaN in the same read.
 
     Args:
-        tensors: of any float dtypes, layouts and devices.
-        per_tensor: whether to return each one's norm too.
+        tensors: tensors of any float dtypes, layouts and devices.
+        per_tensor: also return the norm of each tensor.
         found_inf: 0-dim float32 tensor, set to 1.0 if a value is inf or NaN.
 
     Returns:
         A 0-dim float32 tensor on the first tensor's device, and a float32 tensor of shape [len(tensors)] or None.
-        Sums run in float64 across the pieces of a tensor, and on a CPU within them.
+        Sums across the chunks of a tensor are float64; on a CPU, sums in a chunk are also float64.
     """
     if not tensors:
         norms = torch.zeros(0, dtype=torch.float32, device="cpu")
@@ -313,15 +312,15 @@ def run(
     """Run a kernel group by group on lists of tensors.
 
     Args:
-        kernel: what to run.
-        scalars: its numbers: floats, 0-dim tensors, or tensors of shape [rows].
+        kernel: the kernel to run.
+        scalars: the scalar arguments of the kernel: floats, 0-dim tensors, or tensors of shape [rows].
         found_inf: float32 tensor of one element, set to 1.0 if a checked value is inf or NaN.
-        skip: 0-dim float32 tensor; nothing is written where it is not 0.
-        **columns: a list of tensors for each column of the kernel, of one length: the rows.
+        skip: 0-dim float32 tensor; if it is not 0, the kernel writes nothing.
+        **columns: a list of tensors per column of the kernel; all lists have one element per row.
 
     Returns:
-        What the kernel finds, as ``Launcher`` says: of shape [kernel.results, rows], on the first one's device and in
-        the ``scalar_dtype`` of that.
+        The results of the kernel (see ``Launcher``), of shape [kernel.results, rows], on the first tensor's device and
+        in the ``scalar_dtype`` of this device.
     """
     first, *_ = columns.values()
     device = first[0].device if first else torch.device("cpu")
@@ -345,12 +344,12 @@ def run(
 
 
 def _rows_of(value: Number, rows: list[int], count: int) -> Number:
-    """A number for all rows as it is; of a tensor of shape [count] the numbers of some rows."""
+    """Return the scalars of some rows from a tensor of shape [count]; a scalar for all rows is returned unchanged."""
     return value.expand(count)[rows] if isinstance(value, torch.Tensor) and value.dim() else value
 
 
 def _worth_a_kernel(src: Tensors, dst: Tensors) -> bool:
-    """Whether one pass that reads 16 bits and adds in fp32 beats torch's two to four: for large tensors on a CPU."""
+    """True for large tensors on a CPU, where one pass that adds 16-bit values in fp32 beats torch's two to four."""
     elements = sum(t.numel() for t in src)
     return elements > _LARGE * len(src) and dst[0].device.type == "cpu" and backend_for("cpu") == "compiled"
 
@@ -368,7 +367,7 @@ def _unscale_group(group: list[torch.Tensor], inv_scale: torch.Tensor, found_inf
 
 
 def _complete_norm(norms: list[torch.Tensor], p: float, domain: Domain, device: torch.device) -> torch.Tensor:
-    """The norm of whole tensors, from the norms of their local parts."""
+    """Compute the norm of whole tensors from the norms of their local parts."""
     zero = torch.zeros((), dtype=scalar_dtype(device), device=device)
     here = torch.linalg.vector_norm(torch.stack([zero, *(n.to(zero.dtype) for n in norms)]), p)
     if p == float("inf"):

@@ -1,7 +1,7 @@
-"""Rows of tensors that a kernel covers at once, and what generated kernels need to find them: pointers and chunks.
+"""Rows of tensors that a kernel processes in one call, with the pointers and chunks that generated kernels read.
 
-A row is a parameter with its gradient and state; a column is the same thing of every row. ``launch`` runs a kernel on
-a table.
+A row is a parameter with its gradient and state. A column has one tensor per row, such as the gradients. ``launch``
+runs a kernel on a table.
 """
 
 from __future__ import annotations
@@ -36,49 +36,50 @@ _KIND = attrgetter("dtype", "layout")
 Number = float | torch.Tensor
 
 Scalars = Mapping[str, Number]
-"""A number for every row of a table: a float or 0-dim tensor for all of them, or a tensor of shape [rows]."""
+"""The scalar arguments of a kernel: each is a float or 0-dim tensor for all rows, or a tensor of shape [rows]."""
 
 
 def of_rows(numbers: Number, rows: Sequence[int]) -> list[torch.Tensor]:
-    """The number of each of some rows, as 0-dim float32 tensors."""
+    """Return the scalar of each of the given rows as a 0-dim float32 tensor."""
     if not isinstance(numbers, torch.Tensor) or numbers.dim() == 0:
         return [torch.as_tensor(numbers, dtype=torch.float32, device=getattr(numbers, "device", "cpu"))] * len(rows)
     return list(numbers.float()[list(rows)].unbind())
 
 
 Column = tuple[Storage, tuple[list[torch.Tensor], ...]]
-"""How its values are stored, and one list of tensors for each part of the storage."""
+"""The storage of a column's values, and a list of tensors per part of the storage."""
 
 
 class Launcher(Protocol):
-    """A kernel made ready for a table by one backend."""
+    """A kernel that one backend has prepared for a table."""
 
     def __call__(
         self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run it.
+        """Run the kernel.
 
         Args:
-            scalars: the numbers the kernel names, and ``seed`` (int32, shape [rows]) for a stochastic column. Others
-                are ignored.
-            skip: 0-dim float32 tensor on the table's device; nothing is written where it is not 0.
+            scalars: the scalars that the kernel names, and ``seed`` (int32, shape [rows]) for a stochastic column.
+                Other names are ignored.
+            skip: 0-dim float32 tensor on the table's device; if it is not 0, the kernel writes nothing.
             found: 0-dim float32 tensor on the table's device, set to 1.0 if a checked value is inf or NaN.
 
         Returns:
-            Float64, shape [kernel.results, rows]: the sums of squares the kernel names, the numbers of zeros, and the
-            largest magnitudes.
+            A float64 tensor of shape [kernel.results, rows]: the sums of squares, the counts of zeros and the largest
+            magnitudes that the kernel names.
         """
 
 
 class TensorTable:
-    """Columns of equal length, all on one device. Of sharded tensors it holds the parts that lie here.
+    """Columns of equal length on one device. It holds the local parts of sharded tensors.
 
     Args:
-        columns: by name, of plain and sharded tensors in any mixture. The tensors of the first column may be renewed.
-        compute_dtype: float32, or float64 if a column holds that; worked out when not given.
+        columns: columns by name, with any mixture of plain and sharded tensors. ``renew`` replaces the tensors of the
+            first column.
+        compute_dtype: the dtype of the arithmetic. None chooses float64 if a column holds float64, else float32.
 
     Attributes:
-        launchers: the kernels made ready for this table, by the backend that was asked for (None for none) and kernel.
+        launchers: the kernels prepared for this table, by requested backend (None if none was requested) and kernel.
     """
 
     def __init__(self, columns: Mapping[str, Column], compute_dtype: torch.dtype | None = None) -> None:
@@ -96,11 +97,11 @@ class TensorTable:
 
     @classmethod
     def of(cls, **columns: Sequence[torch.Tensor]) -> TensorTable:
-        """A table of columns that hold one dtype each."""
+        """Build a table of columns that hold one dtype each."""
         return cls({name: (dense(tensors[0].dtype), (list(tensors),)) for name, tensors in columns.items()})
 
     def beside(self, columns: Mapping[str, list[torch.Tensor]]) -> TensorTable:
-        """A table of the columns of this one and of others, of tensors that hold one dtype each."""
+        """Build a table that has the columns of this table and further columns that hold one dtype each."""
         more = {name: (dense(tensors[0].dtype), (tensors,)) for name, tensors in columns.items()}
         return TensorTable({**self.columns, **more}, self.compute_dtype)
 
@@ -109,16 +110,16 @@ class TensorTable:
 
     @property
     def slots(self) -> dict[str, int]:
-        """Column -> number of its first part, as tables of pointers count them."""
+        """The index of each column's first part, as pointer tables count parts."""
         widths = [len(parts) for _, parts in self.columns.values()]
         return dict(zip(self.columns, itertools.accumulate(widths, initial=0), strict=False))
 
     def renew(self, tensors: list[torch.Tensor]) -> bool:
-        """Put new tensors of the same kind into the first column: usually this step's gradients.
+        """Put new tensors of the same kind into the first column, usually this step's gradients.
 
         Returns:
-            False if they are of another kind (dtype, layout, placement), or if the memory of another column was
-            replaced. Then a new table is needed.
+            False if their dtype, layout or placement differs, or if the memory of another column was replaced. The
+            caller must then build a new table.
         """
         if self._placements or not ORDINARY.issuperset(map(type, tensors)):
             if placements_of(tensors) != self._placements:
@@ -126,7 +127,7 @@ class TensorTable:
             tensors = locals_of(tensors)
         name = next(iter(self.columns))
         storage = self.columns[name][0]
-        # A step asks this of every gradient: so the loops are those of ``map``.
+        # A step runs this for every gradient, so the loops run in ``map``.
         if not {*map(_KIND, tensors)} <= {(storage.dtypes[0], torch.strided)}:
             return False
         if list(map(torch.Tensor.stride, tensors)) != self._strides:
@@ -135,14 +136,14 @@ class TensorTable:
         return self._addresses is None or self._addresses.update(tensors)
 
     def release(self) -> None:
-        """Let go of the first column, which ``renew`` brings anew: so gradients that are cleared are freed."""
+        """Drop the first column until the next ``renew``, so that ``zero_grad`` frees the gradients."""
         name = next(iter(self.columns))
         self.columns[name] = (self.columns[name][0], ([],))
         if self._addresses is not None:
             self._addresses.parts[0] = []
 
     def pointers(self, chunk: int) -> PointerTable:
-        """The pointers and chunks of this table, made once for each chunk size; all of them share the addresses."""
+        """Return the pointers and chunks of this table, built once per chunk size; all sizes share the addresses."""
         if self._addresses is None:
             self._addresses = AddressTable(self)
         if chunk not in self._pointers:
@@ -151,25 +152,25 @@ class TensorTable:
 
 
 class AddressTable:
-    """Where the tensors of a table begin in memory.
+    """The memory addresses of the tensors of a table.
 
-    A row whose tensors do not all lie in memory in the same dense order is staged: kernels work on copies of it that
-    do, written back after they ran. They have the order of its 8-bit codes, whose blocks are runs in memory; without
-    codes they are contiguous.
+    A row is staged if its tensors do not all lie in memory in the same dense order: kernels work on copies in one
+    order, and the copies are written back after the kernel. The copies have the order of the row's 8-bit codes, whose
+    blocks are runs in memory; without codes the copies are contiguous.
 
     Attributes:
-        device: where the tensors lie.
-        lengths: how many elements each row has.
-        parts: the tensors of each part of each column, one list for a part. The first list is empty between steps.
-        staged: the copies of the tensors of each row that is staged, by the number of the row; None for a tensor that
-            has not one element for each value, which is used where it lies.
+        device: the device of the tensors.
+        lengths: the element count of each row.
+        parts: the tensors of each part of each column, one list per part. The first list is empty between steps.
+        staged: the copies of the tensors of each staged row, by row index; None for a tensor that does not have one
+            element per value, which kernels use in place.
         values: int64, shape [parts * rows]: the addresses of the tensors of each part of each column, on the device.
     """
 
     def __init__(self, table: TensorTable) -> None:
         self.device = table.device
         self.parts = [list(part) for _, parts in table.columns.values() for part in parts]
-        # Of each part, whether it has one element for each value; and where 8-bit codes are.
+        # For each part, True if it has one element per value; and the index of the part with 8-bit codes.
         storages = [storage for storage, _ in table.columns.values()]
         alike = [place < each.elementwise for each in storages for place in range(len(each.dtypes))]
         codes = next((i for i, part in enumerate(self.parts) if part and part[0].dtype is torch.uint8), None)
@@ -186,10 +187,10 @@ class AddressTable:
         self.update(self.parts[0])
 
     def update(self, tensors: list[torch.Tensor]) -> bool:
-        """Take new tensors of the first column, and write their addresses where they are not the known ones.
+        """Use new tensors as the first column, and write their addresses if these changed.
 
         Returns:
-            False if the memory of another column was replaced: its layout may have changed, too.
+            False if the memory of another column was replaced: its layout may also have changed.
         """
         self.parts[0] = tensors
         found = [list(map(torch.Tensor.data_ptr, part)) for part in self.parts]
@@ -204,7 +205,7 @@ class AddressTable:
         begun, self._known = bool(self._known), found
         if not tensors:
             return True
-        if begun and self.device.type != "cuda":  # no kernel is running that reads the old ones
+        if begun and self.device.type != "cuda":  # no running kernel reads the old addresses
             self._flat[: len(tensors)] = array.array("q", found[0])
             return True
         self._flat = array.array("q", itertools.chain.from_iterable(found))
@@ -212,7 +213,7 @@ class AddressTable:
         if self.device.type != "cuda":
             self.values = host
             return True
-        # A pinned buffer is kept until its copy has run, by torch's caching host allocator.
+        # Torch's caching host allocator keeps a pinned buffer until its copy has run.
         host = host.pin_memory()
         self.values = host.to(self.device, non_blocking=True)
         if torch.cuda.is_current_stream_capturing():
@@ -220,19 +221,19 @@ class AddressTable:
         return True
 
     def tensors(self, part: int) -> list[torch.Tensor]:
-        """The tensors of one part; of staged rows their copies."""
+        """Return the tensors of one part, with the copies in place of staged tensors."""
         found = [(self.staged[i][part] if i in self.staged else None, t) for i, t in enumerate(self.parts[part])]
         return [t if copy is None else copy for copy, t in found]
 
     def stage_in(self) -> None:
-        """Before a kernel runs: bring the staged rows' values into their copies."""
+        """Copy the values of staged rows into their copies, before a kernel runs."""
         for i, copies in self.staged.items():
             for part, scratch in enumerate(copies):
                 if scratch is not None:
                     scratch.copy_(self.parts[part][i])
 
     def stage_out(self, parts: Sequence[int]) -> None:
-        """After a kernel ran: write the staged rows' values back from the parts it wrote."""
+        """Copy the values of staged rows back from the parts that a kernel wrote."""
         for i, copies in self.staged.items():
             for part in parts:
                 scratch = copies[part]
@@ -244,10 +245,10 @@ class PointerTable:
     """The rows of a table cut into chunks, with their addresses, as generated kernels read them.
 
     Attributes:
-        chunks: how many pieces the rows are cut into.
-        row, start, count: int64 tensors of shape [chunks]: the row, first element and length of each piece.
+        chunks: the total count of chunks.
+        row, start, count: int64 tensors of shape [chunks]: the row, first element and length of each chunk.
         first: int64, shape [rows + 1]: the first chunk of each row.
-        memory: the addresses (``values``), and the rows that are staged.
+        memory: the addresses (``values``) and the staged rows.
     """
 
     def __init__(self, memory: AddressTable, chunk: int) -> None:
@@ -262,13 +263,13 @@ class PointerTable:
 
 
 class ScalarTable:
-    """The numbers of a kernel, one line for each name and one entry for each row, kept on the device.
+    """The scalars of a kernel on its device, one line per name and one entry per row.
 
     Args:
-        names: in the order in which the kernel reads them.
-        rows: length of a line.
+        names: the scalars' names in the order in which the kernel reads them.
+        rows: the length of a line.
         dtype: float32 or float64.
-        device: where the kernel runs.
+        device: the device of the kernel.
     """
 
     def __init__(self, names: Sequence[str], rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -281,7 +282,7 @@ class ScalarTable:
             self._host = (number * len(self.values)).from_address(self.values.data_ptr())
 
     def fill(self, scalars: Scalars) -> torch.Tensor:
-        """Write this step's numbers; those of the host only where they changed. Reads nothing back."""
+        """Write this step's scalars, numbers of the host only if they changed. Reads nothing from the device."""
         last = self._last
         for i, name, line in self._lines:
             value = scalars[name]
@@ -295,14 +296,14 @@ class ScalarTable:
             else:
                 line.fill_(value)
                 if self.values.is_cuda and torch.cuda.is_current_stream_capturing():
-                    self._last.pop(name, None)  # it is filled at every replay, and was not now
+                    self._last.pop(name, None)  # capturing did not fill the line; each replay will
                 else:
                     self._last[name] = value
         return self.values
 
 
 def _alike(row: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensors fill their memory without holes and in the same order."""
+    """True if the tensors fill their memory without holes and in the same order."""
     if all(t.is_contiguous() for t in row):
         return True
     strides = row[0].stride()
@@ -312,7 +313,7 @@ def _alike(row: Sequence[torch.Tensor]) -> bool:
 def _staging(
     row: Sequence[torch.Tensor], alike: Sequence[bool], codes: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
-    """Room for copies of a row that lie alike in memory."""
+    """Allocate copies of a row's tensors that lie in memory in one order."""
     if codes is None:
         return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in row]
     size, strides = codes.size(), codes.stride()
