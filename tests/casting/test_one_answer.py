@@ -12,7 +12,8 @@ from halfstep.casting.scope import OpCasting
 from halfstep.core.oplists import OpLists
 from halfstep.core.oplists.dtypes import ANY, FLOAT, HALF, dtypes, refused_row
 from halfstep.core.oplists.tables import OPS
-from halfstep.graph.cast_pass import NAMES, cast_graph
+from halfstep.graph.cast_pass import cast_graph
+from halfstep.graph.emulated_products import canonical_name
 from tests.casting.test_listed_ops import HAS_FP32_WEIGHTS, NO_CALL, TRUTH_VALUES, call_of, kinds, slots
 
 DTYPES = {HALF: torch.bfloat16, FLOAT: torch.float32}
@@ -59,6 +60,6 @@ def test_a_captured_graph_gives_the_same_answer(level: str, given: list[str]) ->
     rows = cast_graph(fx.GraphModule({}, graph), lists, torch.bfloat16, emulate=False).rows
     assert len(rows) == len(nodes) > 250
     names = {HALF: "bfloat16", FLOAT: "float32", ANY: "as it is"}
-    for row in rows:
-        reads, gives = dtypes(lists.row(NAMES.get(row.op, row.op)), given)
+    for node, row in zip(nodes, rows, strict=True):
+        reads, gives = dtypes(lists.row(canonical_name(node)), given)
         assert (row.reads, row.gives) == (names[reads], names[gives]), row

@@ -85,26 +85,9 @@ BINARY = "add sub mul div atan2 eq ne ge gt le lt binary_cross_entropy_with_logi
 for _op in (BINARY + " mse_loss smooth_l1_loss poisson_nll_loss huber_loss").split():
     SHAPES[_op] = ((BATCH, BATCH), (), {})
 
-_OPERATORS = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-    "//": operator.floordiv,
-    "**": operator.pow,
-    "@": operator.matmul,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">=": operator.ge,
-    ">": operator.gt,
-    "<=": operator.le,
-    "<": operator.lt,
-    "+=": operator.iadd,
-    "-=": operator.isub,
-    "*=": operator.imul,
-    "/=": operator.itruediv,
-    "**=": operator.ipow,
-}
+_SIGNS = "+ - * / // ** @ == != >= > <= < += -= *= /= **="
+_NAMES = "add sub mul truediv floordiv pow matmul eq ne ge gt le lt iadd isub imul itruediv ipow"
+_OPERATORS = {sign: getattr(operator, name) for sign, name in zip(_SIGNS.split(), _NAMES.split(), strict=True)}
 
 SPECIAL: dict[str, Call] = {
     "torch.cat": ((BATCH, BATCH), lambda a, b: torch.cat([a, b])),
@@ -124,10 +107,7 @@ SPECIAL: dict[str, Call] = {
     "torch.where": ((BATCH, BATCH), lambda a, b: torch.where(torch.ones(BATCH, dtype=torch.bool), a, b)),
     "F.layer_norm": ((BATCH, (4,), (4,)), lambda x, w, b: F.layer_norm(x, (4,), w, b)),
     "F.group_norm": ((BATCH, (4,), (4,)), lambda x, w, b: F.group_norm(x, 2, w, b)),
-    "F.ctc_loss": (
-        ((5, 2, 4),),
-        lambda x: F.ctc_loss(x, torch.ones(2, 2, dtype=torch.int64), torch.tensor([5, 5]), torch.tensor([2, 2])),
-    ),
+    "F.ctc_loss": (((5, 2, 4),), lambda x: F.ctc_loss(x, torch.ones(2, 2).long(), *torch.tensor([[5, 5], [2, 2]]))),
     "F.embedding": ((SQUARE,), lambda w: F.embedding(beside(w, LABELS), w)),
     "F.dropout(eval)": ((BATCH,), lambda x: F.dropout(x, 0.5, training=False)),
     "F.batch_norm, fp32 weights": ((BATCH,), lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4))),

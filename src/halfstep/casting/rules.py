@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -56,6 +57,9 @@ _ORDINARY = {torch.Tensor, Parameter}
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 SPARSE_PRODUCTS = {torch.sparse.mm: "mm", torch.sparse.addmm: "addmm"}
 """Functions that take a sparse matrix, and the names of the products that take one too."""
+
+_SPARSE_AT = {"embedding": 4, "embedding_bag": 5}
+"""Where ``sparse`` is among the arguments of an op that takes the weight first; two places later after indices."""
 
 _APEX_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double"}
 
@@ -179,7 +183,8 @@ def to_half(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwar
 
 def to_float(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Cast every 16-bit argument to fp32, unless the caller asks for a 16-bit result: some ops refuse to narrow."""
-    if name == "embedding" and (kwargs.get("sparse") or (len(args) in (5, 7) and args[-1] is True)):
+    at = _SPARSE_AT.get(name, sys.maxsize) + (2 if args and not args[0].is_floating_point() else 0)
+    if name in _SPARSE_AT and (kwargs.get("sparse") or args[at : at + 1] == (True,)):
         # Torch cannot cast a sparse gradient back to the weight's dtype, and a lookup rounds nothing.
         return _cast(mode, func(*args, **kwargs), torch.float32, name)
     if not kwargs:  # as _call_in, with a call less

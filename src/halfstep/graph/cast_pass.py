@@ -16,19 +16,16 @@ from ..core.dtypes import dtype_name
 from ..core.oplists import OpLists
 from ..core.oplists.dtypes import ANY, FLOAT, HALF, dtypes
 from ..core.oplists.tables import Op, words
-from .emulated_products import emulate_products, op_name
+from .emulated_products import canonical_name, emulate_products, op_name
 from .grouped_casts import cast_together
 from .min_cut import fewest_casts
 
-__all__ = ["GUARD", "NAMES", "Casting", "Row", "cast_graph"]
+__all__ = ["GUARD", "Casting", "Row", "cast_graph"]
 
 GUARD = "halfstep_fp16_guard"
 """The key under which ``fp16_guard`` marks nodes."""
 
 _CASTS = words("to _to_copy type_as")
-NAMES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss"}
-"""The row names of ops that have another name in graphs."""
-
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SMALL = 2**14  # elements
 
@@ -166,7 +163,7 @@ class _CastPass:
             self._set(node, inputs, FLOAT if in_fp32 else HALF, ANY)
             return
         in_place = _in_place(name)
-        op, self.rule[node] = self._row_of(node, name.removesuffix("_") if in_place else name)
+        op, self.rule[node] = self._row_of(node)
         reads, result = dtypes(op, [self.label[source] for source in inputs], in_place)
         if in_place:
             self.rule[node] = "in place"
@@ -175,9 +172,9 @@ class _CastPass:
             self.moves.add(node)
         self._set(node, inputs, result, reads)
 
-    def _row_of(self, node: fx.Node, name: str) -> tuple[Op, str]:
+    def _row_of(self, node: fx.Node) -> tuple[Op, str]:
         """Return the op's row as it applies to a node, and the rule that decides about the node."""
-        op = self.lists.row(NAMES.get(name, name))
+        op = self.lists.row(canonical_name(node))
         if op.reads == "moves" and op.list == "free":
             return op, "free"
         if node.name in self.black_values:
@@ -305,7 +302,7 @@ class _CastPass:
         wanted = next(iter(reads)) if len(reads) == 1 else ANY
         names = {HALF: dtype_name(self.half), FLOAT: "float32", ANY: "as it is"}
         rule = self.rule[node]
-        why = self.lists.reason(NAMES.get(name, name)) if rule in ("half", "float", "banned") else ""
+        why = self.lists.reason(canonical_name(node)) if rule in ("half", "float", "banned") else ""
         self.casting.rows.append(
             Row(node.name, name, names[wanted], names[self.label[node]], f"{rule} ({why})" if why else rule)
         )

@@ -12,10 +12,14 @@ from torch import fx
 
 from ..casting.emulation import Emulate, emulated_kinds, narrow, widen
 from ..casting.operands import MIN_ELEMENTS, run_node
+from ..core.oplists.names import dispatcher_spellings
 from ..core.oplists.tables import row_of
 from ..core.torch_compat import OpOverload, schema_of
 
-__all__ = ["emulate_products", "op_name"]
+__all__ = ["canonical_name", "emulate_products", "op_name"]
+
+_OTHERWISE = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss"}
+"""The rows of ops that a graph calls by another name, and eager mode does not."""
 
 _BATCH = 64  # assumed value of a symbolic size
 
@@ -24,6 +28,12 @@ def op_name(node: fx.Node) -> str:
     """Return the name of the op that a node calls, without its namespace and overload."""
     target = node.target
     return schema_of(target).name.rpartition("::")[2] if isinstance(target, OpOverload) else str(target)
+
+
+def canonical_name(node: fx.Node) -> str:
+    """Return the name of the row of the op that a node calls: ``mul`` for ``aten.multiply_.Tensor``."""
+    name = op_name(node)
+    return _OTHERWISE.get(name) or dispatcher_spellings().get(f"aten::{name}", (name,))[0]
 
 
 def emulate_products(
@@ -46,7 +56,7 @@ def emulate_products(
     """
     in_fp32: dict[fx.Node, fx.Node] = {}
     for node in halves:
-        kind, device = row_of(op_name(node)).kind, _device(node)
+        kind, device = row_of(canonical_name(node)).kind, _device(node)
         if node.op != "call_function" or not kind or device is None:
             continue
         if (device, half, kind) not in emulated_kinds((device,), half, emulate):
@@ -59,7 +69,7 @@ def emulate_products(
             node.replace_input_with(source, in_fp32[source])
         if not opaque and any(map(_is_large, sources)):
             op: Any = node.target
-            node.args = (op, op_name(node), sources, [in_fp32[source] for source in sources], *node.args)
+            node.args = (op, canonical_name(node), sources, [in_fp32[source] for source in sources], *node.args)
             node.target = run_node
         parts = [user for user in node.users if user.target is operator.getitem and user in floating]
         for result in parts or [node]:

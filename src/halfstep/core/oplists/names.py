@@ -35,23 +35,16 @@ _SYNONYMS = pairs("""
     greater=gt greater_equal=ge less=lt less_equal=le not_equal=ne ger=outer clip=clamp concat=cat concatenate=cat
     negative=neg absolute=abs det=linalg_det slogdet=linalg_slogdet inv=linalg_inv
     matrix_power=linalg_matrix_power matrix_exp=linalg_matrix_exp max_pool1d_with_indices=max_pool1d
-    max_pool2d_with_indices=max_pool2d max_pool3d_with_indices=max_pool3d
+    max_pool2d_with_indices=max_pool2d max_pool3d_with_indices=max_pool3d arctan2=atan2 row_stack=vstack
+    moveaxis=movedim swapdims=swapaxes _grouped_mm=grouped_mm _varlen_attn=varlen_attn
     """)
 
 
+_PREFIXED = ("linalg", "fft", "special")
+_PLAIN = (C_NAMESPACES["functions"], torch, torch.functional, torch.Tensor, C_NAMESPACES["nn"], torch.nn.functional)
 _NAMESPACES: tuple[tuple[Any, str], ...] = (
-    (C_NAMESPACES["functions"], ""),
-    (torch, ""),
-    (torch.functional, ""),
-    (torch.Tensor, ""),
-    (C_NAMESPACES["nn"], ""),
-    (torch.nn.functional, ""),
-    (C_NAMESPACES["linalg"], ""),
-    (torch.linalg, "linalg_"),
-    (C_NAMESPACES["fft"], ""),
-    (torch.fft, "fft_"),
-    (C_NAMESPACES["special"], ""),
-    (torch.special, "special_"),
+    *((space, "") for space in _PLAIN),
+    *(pair for name in _PREFIXED for pair in ((C_NAMESPACES[name], ""), (getattr(torch, name), name + "_"))),
 )
 _CALLABLES = (types.BuiltinFunctionType, types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
@@ -114,7 +107,8 @@ def spellings() -> dict[Callable[..., Any], Spelling]:
 @functools.cache
 def dispatcher_spellings() -> dict[str, Spelling]:
     """The same for the names of torch's dispatcher: ``"aten::mm"``."""
-    return {f"aten::{name}": spelling for name in _aten() if (spelling := _canonical(name)) is not None}
+    found = {f"aten::{name}": spelling for name in _aten() if (spelling := _canonical(name)) is not None}
+    return found | {"torch_attn::_varlen_attn": ("varlen_attn", False)}
 
 
 def resolve(op: object) -> tuple[str, ...]:
@@ -138,7 +132,7 @@ def resolve(op: object) -> tuple[str, ...]:
         elif "." in name:
             space, _, last = name.rpartition(".")
             inner = space.rpartition(".")[2]
-            name = f"{inner}_{last}" if inner in ("linalg", "fft", "special") else last
+            name = f"{inner}_{last}" if inner in _PREFIXED else last
         spelling = _canonical(name)
         if spelling is not None:
             return (spelling[0],)

@@ -109,8 +109,6 @@ class OpLists:
             ArgumentValueError: for an unknown name or level, or an op on two lists.
             ArgumentTypeError: for a list that is a bare string, or no collection.
         """
-        if level not in LIST_LEVELS:
-            raise ArgumentValueError(f"level={level!r} has no op lists; use one of {', '.join(LIST_LEVELS)}.")
         if level == "native" and (white or black or free):
             raise ArgumentValueError("level='native' is torch.autocast as it is; custom lists need 'O1', 'O2' or 'OD'.")
         use_promote = check_flag("use_promote", use_promote)
