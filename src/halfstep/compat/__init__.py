@@ -1,1 +1,1 @@
-"""Names that other systems had: Apex's module tree and ``fp16_utils``, Paddle's programs, and the ways from there."""
+"""Names of other libraries: Apex's module tree and ``fp16_utils``, Paddle's programs, and tools to migrate scripts."""

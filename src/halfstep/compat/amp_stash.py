@@ -1,6 +1,6 @@
-"""What Apex put on optimizers, such as ``_amp_stash.all_fp16_params`` and ``_prepare_amp_backward``, and on scalers.
+"""Apex's names on optimizers and scalers, such as ``_amp_stash.all_fp16_params`` and ``_prepare_amp_backward``.
 
-Scripts that resume, average gradients or scale losses by hand use these names. Nothing in halfstep does.
+Scripts that resume, average gradients or scale losses manually use these names. Halfstep does not use them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["Methods", "Scaler", "Stash"]
 
 
 class Stash(MasterGroups):
-    """The fields of Apex's ``_amp_stash``, as they are now. Lists are made anew each time they are asked for.
+    """The current fields of Apex's ``_amp_stash``. Each access builds a new list.
 
     Args:
-        attached: what is kept about the optimizer.
+        attached: the state of the attached optimizer.
     """
 
     multi_tensor_scale = staticmethod(multi_tensor_scale)
@@ -39,7 +39,7 @@ class Stash(MasterGroups):
 
     @property
     def already_patched(self) -> bool:
-        """Whether the next step will be skipped. Reads the device."""
+        """True if the next step will be skipped. Reads the device."""
         records = self._attached.window.records
         return bool(records) and bool(any_overflow(records))
 
@@ -68,7 +68,7 @@ class Stash(MasterGroups):
         """The trainable fp32 parameters."""
         return [p for p in self._attached.window.params() if not is_half(p) and p.requires_grad]
 
-    # What a block has set aside is not here: outside of blocks Apex had nothing in these lists either.
+    # Gradients that a block has set aside are not listed: outside blocks, Apex's lists had none either.
     all_fp16_grad_stash = property(lambda self: [None] * len(self.all_fp16_params))
     all_fp32_grad_stash = property(lambda self: [None] * len(self.all_fp32_params))
     all_fp32_from_fp32_grad_stash = property(lambda self: [None] * len(self.all_fp32_from_fp32_params))
@@ -78,7 +78,7 @@ class Methods:
     """The methods that Apex put on an optimizer.
 
     Args:
-        optimizer: an attached one.
+        optimizer: an attached optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -87,27 +87,27 @@ class Methods:
         self._attached = attached
 
     def _lazy_init_maybe_master_weights(self) -> None:
-        """Give masters to parameters that were put into a group by hand. Those that were there have them already."""
+        """Give masters to parameters that user code put into a group directly; earlier parameters have masters."""
         self._attached.keeper.adopt()
 
     _amp_lazy_init = _lazy_init_maybe_master_weights
 
     def _master_params_to_model_params(self) -> None:
-        """Round the masters into the model, with what was written into them."""
+        """Round the masters into the model, including values that user code wrote to the masters."""
         for _ in self._attached.keeper.master_params():
             pass
 
     def _prepare_amp_backward(self) -> None:
-        """Set aside the present gradients, before a backward pass."""
+        """Set the current gradients aside before a backward pass."""
         window = self._attached.window
         scaler: Any = self._attached.session.loss_scalers[0]
         window.begin(scaler.scale(window.device), block=window)
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
-        """Unscale what a backward pass brought, and add what was set aside.
+        """Unscale the gradients of a backward pass, and add the gradients that were set aside.
 
         Args:
-            scaler: whose scale the loss was multiplied by. Its ``update_scale`` moves it.
+            scaler: the scaler of the loss. Its ``update_scale`` then changes the scale.
         """
         window = self._attached.window
         scale = scaler.scale(window.device)
@@ -117,10 +117,10 @@ class Methods:
 
 
 class Scaler:
-    """The methods of a ``LossScaler`` by which a loop unscales gradients by hand.
+    """The methods of a ``LossScaler`` by which a loop unscales gradients manually.
 
     Args:
-        scaler: whose scale it is, and whose flag is set at an overflow.
+        scaler: the scaler that has the scale, and that gets the overflow flag.
     """
 
     def __init__(self, scaler: LossScaler) -> None:
@@ -135,14 +135,14 @@ class Scaler:
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """Write the model's gradients, divided by the scale, to those of the masters; note inf and NaN.
+        """Write the model's gradients, divided by the scale, to the masters' gradients; check for inf and NaN.
 
         Args:
-            model_grads: read; they may be ``master_grads``.
-            master_grads: written.
+            model_grads: the gradients to read; may be ``master_grads``.
+            master_grads: the tensors to write.
             unused_scale: kept for Apex.
             models_are_masters: kept for Apex.
-            scale_override: divide by this and not by the scale.
+            scale_override: divide by this value instead of the scale.
         """
         grads = list(model_grads)
         if grads:
@@ -157,13 +157,13 @@ class Scaler:
         master_grads: Sequence[torch.Tensor],
         scale_override: Sequence[float] | None = None,
     ) -> None:
-        """Write ``new / scale + stashed``, and note inf and NaN in the new gradients.
+        """Write ``new / scale + stashed``; check the new gradients for inf and NaN.
 
         Args:
             model_grads: the new gradients.
-            stashed_master_grads: what is added to them.
-            master_grads: written.
-            scale_override: (scale of the new gradients, scale of those stashed, scale of the result).
+            stashed_master_grads: the gradients to add to the new gradients.
+            master_grads: the tensors to write.
+            scale_override: (scale of the new gradients, scale of the stashed gradients, scale of the result).
         """
         grads = list(model_grads)
         if not grads:

@@ -1,4 +1,4 @@
-"""``amp._amp_state`` of Apex, by which some scripts read and set what belongs to the latest session."""
+"""Apex's ``amp._amp_state``, by which some scripts read and set the settings of the latest session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AmpState"]
 
 
 class StateHandle(CastingSwitch):
-    """``amp._amp_state.handle`` of Apex, which some scripts use: the process-wide op casting."""
+    """Apex's ``amp._amp_state.handle``, which some scripts use: the process-wide op casting."""
 
     disable_casts = staticmethod(disable_casts)
 
@@ -24,7 +24,7 @@ class StateHandle(CastingSwitch):
         clear_cache()
 
     def _deactivate(self) -> None:
-        """End all casts of O1, also those in models and their copies: they compute in the dtype of their inputs."""
+        """End all O1 casts, also in models and their copies, whose ops then compute in the dtype of their inputs."""
         for owner in [owner() for session in sessions for owner in session.owners]:
             hooks = hooks_of(owner) if isinstance(owner, torch.nn.Module) else owner
             if isinstance(hooks, ModuleHooks) and hooks.passes is None:  # 16-bit weights need the casts
@@ -66,7 +66,7 @@ class AmpState:
 
     @property
     def min_loss_scale(self) -> float | None:
-        """The floor of the loss scales; setting it sets those of all."""
+        """The floor of the loss scales; setting it sets the floor of every scaler."""
         return self.loss_scalers[0].settings.min_scale
 
     @min_loss_scale.setter
@@ -76,7 +76,7 @@ class AmpState:
 
     @property
     def max_loss_scale(self) -> float | None:
-        """The ceiling of the loss scales; setting it sets those of all."""
+        """The ceiling of the loss scales; setting it sets the ceiling of every scaler."""
         return self.loss_scalers[0].settings.max_scale
 
     @max_loss_scale.setter

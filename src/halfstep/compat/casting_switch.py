@@ -1,4 +1,4 @@
-"""The part that is the same in the handle of 2018 and in that of 2019: whether ops are cast."""
+"""The switch for op casts that Apex's handles of 2018 and 2019 share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CastingSwitch:
 
     @_is_active.setter
     def _is_active(self, active: bool) -> None:
-        """Cast ops in this thread, or do not."""
+        """Turn op casts in this thread on or off."""
         if not active and self._off is None:
             self._off = disable_casts()
             self._off.__enter__()

@@ -1,8 +1,8 @@
-"""A script with CUDA written all over it, on the CPU: ``halfstep run --device cpu``.
+"""CUDA scripts on the CPU: ``halfstep run --device cpu``.
 
-The CPU answers what it asks of CUDA: where tensors and modules go, what ``torch.cuda`` says and waits for, and
-the backend of process groups. Everything is put back when the block ends. A question without an answer, such as
-how much memory is used, logs so once.
+In the block, tensors and modules go to the CPU, functions of ``torch.cuda`` answer for the CPU, and process groups use
+gloo. The end of the block restores everything. A function without a meaningful answer, such as memory statistics, logs
+this once.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ logger = logging.getLogger("halfstep")
 
 
 class _Done:
-    """An object of CUDA on the CPU, where everything has happened already."""
+    """A CUDA object on the CPU, where all work is already complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._at = 0.0
 
     def synchronize(self, other: Any = None) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     wait = wait_stream = wait_event = synchronize
 
     def query(self) -> bool:
-        """True: everything has happened."""
+        """True: all work is complete."""
         return True
 
 
 class _Event(_Done):
-    """A ``torch.cuda.Event`` on the CPU, where everything has happened already."""
+    """A ``torch.cuda.Event`` on the CPU, where all work is already complete."""
 
     def record(self, stream: Any = None) -> None:
-        """Note the time."""
+        """Record the current time."""
         import time
 
         self._at = time.perf_counter()
 
     def elapsed_time(self, end: _Event) -> float:
-        """Milliseconds between two events."""
+        """Return the milliseconds between two events."""
         return 1e3 * (end._at - self._at)
 
 
 class _Stream(_Done):
-    """A ``torch.cuda.Stream`` on the CPU, where everything has happened already."""
+    """A ``torch.cuda.Stream`` on the CPU, where all work is already complete."""
 
     cuda_stream = priority = 0
     device = torch.device("cpu")
 
     def record_event(self, event: _Event | None = None) -> _Event:
-        """An event that has happened now."""
+        """Return an event recorded now."""
         event = event or _Event()
         event.record()
         return event
@@ -85,11 +85,11 @@ _OWN_GENERATOR = torch.Generator
 
 
 class _Generator(metaclass=_GeneratorType):
-    """Makes a ``torch.Generator`` on the CPU, and takes each for one of its own."""
+    """A class whose calls make a CPU ``torch.Generator``, and whose instances are all CPU generators."""
 
 
 def _answer(value: Any) -> Callable[..., Any]:
-    """A function for each name of its own: torch.compile takes one under two names for a mistake."""
+    """Make a new function that returns ``value``. Torch.compile refuses one function under two names."""
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         return value
@@ -101,7 +101,7 @@ _logged: set[str] = set()
 
 
 def _pretend(name: str, value: Any) -> Callable[..., Any]:
-    """A function with an answer that is not true, which says so once."""
+    """Make a function that returns a made-up ``value`` and logs this once."""
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         if name not in _logged:
@@ -113,12 +113,12 @@ def _pretend(name: str, value: Any) -> Callable[..., Any]:
 
 
 def _block(*args: Any, **kwargs: Any) -> Any:
-    """A block in which nothing is different, such as that of a stream or a device."""
+    """Return a block without effect, in place of a stream or device block."""
     return nullcontext()
 
 
 def _memory() -> int:
-    """The number of bytes that this machine has."""
+    """Return the memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -177,12 +177,12 @@ def _is_cuda(value: Any) -> bool:
 
 
 def _moved(value: Any) -> Any:
-    """The CPU for a CUDA device, which may be given by its number."""
+    """Return the CPU for a CUDA device or a device index, and any other value unchanged."""
     return torch.device("cpu") if _is_cuda(value) or type(value) is int else value
 
 
 def _asked_by_script() -> bool:
-    """True if the script asks, or a library that it uses; torch and halfstep need the truth."""
+    """True if the caller is the script or a library that it uses; torch and halfstep need the real answer."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("halfstep.casting."):
         frame = frame.f_back  # ops of models at O1 come through there
@@ -193,12 +193,12 @@ _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
 class _ToCpu(TorchFunctionMode):
-    """Sends what asks for a CUDA device to the CPU."""
+    """A mode that redirects calls with a CUDA device to the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func`` with the CPU in the place of CUDA."""
+        """Call ``func`` with the CPU in place of CUDA."""
         kwargs = dict(kwargs or {})
         if func == _IS_CUDA and _asked_by_script():
             return True
@@ -221,7 +221,7 @@ class _ToCpu(TorchFunctionMode):
 
 
 def _on_gloo(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes a process group, with gloo in the place of NCCL."""
+    """Wrap a function that makes a process group to use gloo in place of NCCL."""
     signature = inspect.signature(own)
 
     @functools.wraps(own)
@@ -244,7 +244,7 @@ class _SyncBatchNorm(SyncBatchNorm):
 
     @staticmethod
     def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
-        """As torch's."""
+        """Convert the BatchNorms of a module, as torch's method does."""
         converted = convert_syncbn_model(module, process_group)
         for part in converted.modules():
             part.__class__ = _SyncBatchNorm if type(part) is SyncBatchNorm else part.__class__
@@ -253,7 +253,7 @@ class _SyncBatchNorm(SyncBatchNorm):
 
 @contextmanager
 def cuda_on_cpu() -> Iterator[None]:
-    """A block in which CUDA means the CPU; it says so once, through the logger "halfstep"."""
+    """Open a block in which CUDA means the CPU, and log this once through the logger "halfstep"."""
     logger.warning("Everything that asks for CUDA runs on the CPU: this tries a script, it does not time it.")
     own_load, own_ddp = torch.load, DistributedDataParallel.__init__
     own_to, own_autocast = torch.nn.Module.to, torch.autocast.__init__

@@ -18,20 +18,20 @@ __all__ = ["FP16_Optimizer"]
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
     """Masters and a loss scale around a fused optimizer, in the form that ``apex.optimizers`` had in 2018.
 
-    It differs from ``halfstep.fp16_utils.FP16_Optimizer`` in this: ``backward`` leaves the gradients scaled, ``step``
-    unscales them and moves the scale, a dynamic scale starts at 2**16, and ``zero_grad`` sets to None.
+    Unlike in ``halfstep.fp16_utils.FP16_Optimizer``, ``backward`` leaves the gradients scaled, ``step`` unscales them
+    and updates the scale, a dynamic scale starts at 2**16, and ``zero_grad`` sets gradients to None.
 
     Args:
         init_optimizer: any ``torch.optim.Optimizer``; Apex took its fused ones only.
         static_loss_scale: a finite number above zero.
-        dynamic_loss_scale: use a dynamic scale, whatever ``static_loss_scale`` says.
+        dynamic_loss_scale: use a dynamic scale and ignore ``static_loss_scale``.
         dynamic_loss_args: keyword arguments of ``DynamicLossScaler``; Apex took none.
         verbose: kept for Apex. Skipped steps are logged.
 
     Raises:
-        ArgumentTypeError: for an ``init_optimizer`` that is no optimizer, or an unknown key in ``dynamic_loss_args``.
-        ArgumentValueError: for a scale or another value that is not allowed.
-        UsageError: for an optimizer that has masters or a loss scale already.
+        ArgumentTypeError: if ``init_optimizer`` is not an optimizer, or ``dynamic_loss_args`` has an unknown key.
+        ArgumentValueError: for an invalid scale or other value.
+        UsageError: for an optimizer that already has masters or a loss scale.
 
     Source: Apex, ``apex.contrib.optimizers.fp16_optimizer``.
     """
@@ -53,22 +53,22 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
         super().zero_grad(set_grads_to_None, set_to_none=set_to_none)
 
     def backward(self, loss: torch.Tensor, update_master_grads: bool = False, retain_graph: bool = False) -> None:
-        """The backward pass of ``loss``, scaled. The gradients stay scaled until ``step``.
+        """Scale ``loss`` and run its backward pass. The gradients stay scaled until ``step``.
 
         Args:
-            loss: 0-dim floating tensor; a 16-bit one is converted to fp32 before it is scaled.
-            update_master_grads: True unscales them at once.
-            retain_graph: as for ``Tensor.backward``.
+            loss: 0-dim floating tensor; a 16-bit loss is converted to fp32 before it is scaled.
+            update_master_grads: True unscales the gradients at once.
+            retain_graph: the argument of ``Tensor.backward``.
         """
         super().backward(loss, update_master_grads, retain_graph)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Unscale the gradients and update the masters, or skip if a gradient was inf or NaN; move the scale."""
+        """Unscale the gradients and update the masters, or skip if a gradient was inf or NaN; update the scale."""
         if closure is None:
             self.update_master_grads()
         return super().step(closure, **kwargs)
 
-    # ---- what scripts look at
+    # ---- attributes that scripts read
 
     cur_scale = forwarded(
         "loss_scale", "The present loss scale; set it to a finite number above zero. Reads the device."
@@ -78,13 +78,13 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
         "loss_scaler.engine.last_overflow_iter",
         "The number of the last step that overflowed, counted from 0; -1 if none did. Reads the device.",
     )
-    # Of a dynamic scale only: as in Apex, a static one has neither.
+    # For a dynamic scale only: as in Apex, a static scale has neither.
     scale_factor = forwarded("loss_scaler.scale_factor")
     scale_window = forwarded("loss_scaler.scale_window")
 
     @property
     def fp16_groups_flat(self) -> list[torch.Tensor]:
-        """A copy of ``fp16_groups``, each group as one vector in its own dtype. Writing to it changes nothing."""
+        """A copy of ``fp16_groups``, with one vector per group in the group's dtype. Writes to it have no effect."""
         return [torch.cat([p.detach().reshape(-1) for p in group]) for group in self.fp16_groups if group]
 
     @property
@@ -95,15 +95,15 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
 
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
-        """A copy of ``fp32_groups``, each group as one vector. Writing to it changes nothing."""
+        """A copy of ``fp32_groups``, with one vector per group. Writes to it have no effect."""
         return [torch.cat([p.detach().float().reshape(-1) for p in group]) for group in self.fp32_groups]
 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale, masters and the wrapped optimizer's state: numbers, lists, dicts and tensors only.
+        """Return the scale, masters and wrapped optimizer's state as numbers, lists, dicts and tensors only.
 
-        The keys are those of ``apex.optimizers``.
+        The keys are the same as in ``apex.optimizers``.
         """
         own = {
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -120,13 +120,13 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, or what the class of ``apex.optimizers`` or ``apex.contrib`` had saved.
+        """Load a state dict of this class, or of the class in ``apex.optimizers`` or ``apex.contrib``.
 
-        The masters are rounded into the model. Whether the scale is static or dynamic stays as constructed, and so do
-        its window and factor.
+        The masters are rounded into the model. The kind of the scale, static or dynamic, does not change, nor do the
+        window and factor of a dynamic scale.
 
         Raises:
-            ArgumentValueError: if it does not fit this optimizer. Nothing has been changed then.
+            ArgumentValueError: if the state does not fit this optimizer. Nothing is changed.
         """
         missing = [key for key in ("cur_scale", "cur_iter", "optimizer_state_dict") if key not in state_dict]
         masters = state_dict.get("fp32_groups_flat", state_dict.get("fp32_groups"))
@@ -155,7 +155,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
 
 
 def _pieces(saved: Any, group: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a group in the shapes of its parameters, out of one vector or a list of them."""
+    """Return the tensors of a group in the shapes of its parameters, from one vector or a list of tensors."""
     flat = torch.cat([t.detach().reshape(-1) for t in (saved if isinstance(saved, (list, tuple)) else [saved])])
     sizes = [param.numel() for param in group]
     if flat.numel() != sum(sizes):
@@ -164,7 +164,7 @@ def _pieces(saved: Any, group: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _unflattened(saved: dict[str, Any], groups: list[list[torch.Tensor]]) -> dict[str, Any]:
-    """The state of an optimizer over one vector for each group, as that of one over their parameters."""
+    """Convert the state of an optimizer over one vector per group to the state of an optimizer over parameters."""
     if all(_fits(saved, names, group) for names, group in zip(saved["param_groups"], groups, strict=True)):
         return saved
     state: dict[int, dict[str, Any]] = {}

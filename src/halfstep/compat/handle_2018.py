@@ -60,31 +60,31 @@ def init(
             scaled_loss.backward()
         optimizer.step()
 
-    Weights stay fp32. Each thread takes part from its first call of a module on.
+    Weights stay fp32. A thread takes part from its first call of a module.
 
     Args:
         enabled: False returns a handle that does nothing, so that one script serves both.
         loss_scale: "dynamic" (from 2**16, doubled after 2,000 good passes, 2**24 at most), a number above zero, or
             a ``halfstep.DynamicLossScale`` or ``StaticLossScale``.
-        enable_caching: cast each weight at most once in an ``auto_cast`` block. Outside of blocks nothing says when the
-            weights may be written, so each op casts them.
+        enable_caching: cast each weight at most once in an ``auto_cast`` block. Outside blocks user code may write to
+            weights at any time, so each op casts them.
         verbose: log each cast, as ``Float->Half (conv2d)``, at level INFO of the logger "halfstep". It writes to stderr
-            where a program has not set up logging.
-        allow_banned: run ops that are refused on 16-bit input in fp32 instead.
-        dtype: the 16-bit dtype; None means float16 where there is CUDA and bfloat16 elsewhere.
-        emulate: as in ``amp.auto_cast``.
-        enable: another name of ``enabled``: the article below has both.
-        op_lists: which ops run in which precision; None means those of O1.
+            if the program has not set up logging.
+        allow_banned: run ops that refuse 16-bit input in fp32.
+        dtype: the 16-bit dtype; None means float16 if CUDA is available and bfloat16 otherwise.
+        emulate: the argument of ``amp.auto_cast``.
+        enable: another name of ``enabled``, because the article below has both.
+        op_lists: the op lists; None means the lists of O1.
 
     Returns:
-        The handle. Several may be open at once; the latest decides on casts.
+        The handle. If several handles are active, the latest handle decides about casts.
 
     Raises:
         ArgumentTypeError: for a switch that is neither True nor False.
-        ArgumentValueError: for a loss scale, dtype or ``emulate`` that cannot be used. Nothing has been changed then.
+        ArgumentValueError: for an invalid loss scale, dtype or ``emulate``. Nothing is changed.
 
     Warns:
-        PrecisionWarning: once, where the hardware has no units for the dtype and ``emulate=False``.
+        PrecisionWarning: once, if the hardware has no units for the dtype and ``emulate=False``.
 
     Source: "Mixed precision training with APEX, part 1" (in Chinese), 2018, https://kuaibao.qq.com/s/20180624G0UZD400.
     """
@@ -112,7 +112,7 @@ def init(
 
 
 class NoOpHandle:
-    """The handle of ``amp.init(enabled=False)``: every call works and nothing happens."""
+    """The handle of ``amp.init(enabled=False)``, whose methods have no effect."""
 
     has_cache = False
     """True if casts of weights are kept for a second use."""
@@ -126,19 +126,19 @@ class NoOpHandle:
         return False
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
-        """A block that gets the loss itself."""
+        """Return a block whose value is the unscaled loss."""
         return nullcontext(loss)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """An optimizer with a ``scale_loss`` of its own.
+        """Wrap an optimizer in an object that has a method ``scale_loss``.
 
         Args:
             optimizer: any optimizer.
-            num_loss: how many losses there are between two steps; each gets its own loss scale.
+            num_loss: the count of losses between two steps; each loss gets its own scale.
 
         Raises:
-            ArgumentTypeError: if ``optimizer`` is none.
-            ArgumentValueError: if ``num_loss`` is no whole number above zero.
+            ArgumentTypeError: if ``optimizer`` is not an optimizer.
+            ArgumentValueError: if ``num_loss`` is not a whole number above zero.
         """
         if isinstance(optimizer, OptimWrapper) or not isinstance(optimizer, torch.optim.Optimizer):
             raise ArgumentTypeError(f"wrap_optimizer needs a torch.optim.Optimizer, not {type(optimizer).__name__}.")
@@ -150,32 +150,32 @@ class NoOpHandle:
         return DeviceLossScaler(StaticLossScale(1.0), name=name)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer | None:
-        """Take over an optimizer's step, if nobody has; None if this handle does nothing (any more)."""
+        """Attach an optimizer unless it is attached; None if this handle is disabled or deactivated."""
         return None
 
     def _disable_casts(self) -> AbstractContextManager[None]:
-        """A block in which ops are not cast."""
+        """Return a block without op casts."""
         return nullcontext()
 
     def _clear_cache(self) -> None:
         """Forget the casts of weights."""
 
     def remove_cache(self, param: torch.Tensor) -> None:
-        """Forget the cast of a weight (and, today, of all others)."""
+        """Forget the cast of a weight. The current implementation forgets all casts."""
         self._clear_cache()
 
     def _deactivate(self) -> None:
-        """Put everything back that this handle changed."""
+        """Undo all changes of this handle."""
 
 
 class AmpHandle(CastingSwitch, NoOpHandle):
     """Op casting in the whole process, and a loss scale.
 
     Args:
-        casting: the casts from now on.
-        rule: how loss scales move.
-        has_cache: whether ``casting`` keeps casts of weights.
-        verbose: whether ``casting`` logs.
+        casting: the op casts of the process.
+        rule: the rule of the loss scales.
+        has_cache: True if ``casting`` caches casts of weights.
+        verbose: True if ``casting`` logs casts.
     """
 
     def __init__(self, casting: OpCasting, rule: LossScale, *, has_cache: bool, verbose: bool) -> None:
@@ -190,25 +190,25 @@ class AmpHandle(CastingSwitch, NoOpHandle):
         begin_session(casting)
 
     def is_active(self) -> bool:
-        """True if this thread casts ops and the handle was not deactivated."""
+        """True if this thread casts ops and the handle is not deactivated."""
         join_session()
         return self._alive and active_casting() is not None
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
-        """Scale a loss for its backward pass; after the block the new gradients are unscaled.
+        """Scale a loss for its backward pass, and unscale the new gradients after the block.
 
-        If one of them is inf or NaN, the next ``optimizer.step()`` does nothing and a dynamic scale is lowered.
-        Gradients from before the block are added to, as without scaling.
+        If a new gradient is inf or NaN, the next ``optimizer.step()`` does nothing and a dynamic scale shrinks. The new
+        gradients are added to earlier gradients, as without scaling.
 
         Args:
-            loss: a floating tensor; a 16-bit one is scaled in fp32.
-            optimizer: the optimizer, or a list of them, whose parameters get gradients.
+            loss: a floating tensor; a 16-bit loss is scaled in fp32.
+            optimizer: the optimizer whose parameters get gradients, or a list of optimizers.
 
         Returns:
-            A block whose value is the scaled loss; the loss itself once the handle was deactivated.
+            A block whose value is the scaled loss, or the unscaled loss if the handle is deactivated.
 
         Raises:
-            ArgumentTypeError: for a loss that is no floating tensor or an ``optimizer`` that is none.
+            ArgumentTypeError: if the loss is not a floating tensor, or ``optimizer`` is not an optimizer.
         """
         if isinstance(optimizer, OptimWrapper):
             return optimizer.scale_loss(loss)
@@ -231,7 +231,7 @@ class AmpHandle(CastingSwitch, NoOpHandle):
         return DeviceLossScaler(self._rule, name=name)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer | None:
-        """Take over an optimizer's step, if nobody has; None once the handle was deactivated."""
+        """Attach an optimizer unless it is attached; None if the handle is deactivated."""
         if not self._alive:
             return None
         found = attached_to(optimizer)
@@ -248,9 +248,9 @@ class AmpHandle(CastingSwitch, NoOpHandle):
         clear_cache()
 
     def _deactivate(self) -> None:
-        """Put back what was there: the casting from before this handle, and the optimizers' own methods.
+        """Restore the casting from before this handle and the optimizers' methods.
 
-        Handles may be deactivated in any order; calling it again does nothing.
+        Handles may be deactivated in any order. A second call does nothing.
         """
         if not self._alive:
             return
@@ -264,7 +264,7 @@ class AmpHandle(CastingSwitch, NoOpHandle):
 
 
 class OptimWrapper(ForwardingOptimizer):
-    """An optimizer whose losses, up to ``num_loss`` between two steps, have a loss scale each.
+    """An optimizer with up to ``num_loss`` losses between two steps, each with its own loss scale.
 
     ::
 
@@ -276,7 +276,7 @@ class OptimWrapper(ForwardingOptimizer):
             scaled_loss.backward()
         optimizer.step()
 
-    Everything else is the optimizer's.
+    All other methods and attributes are the wrapped optimizer's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, handle: NoOpHandle, num_loss: int) -> None:
@@ -288,17 +288,17 @@ class OptimWrapper(ForwardingOptimizer):
     def scale_loss(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Scale the next loss of this step for its backward pass.
 
-        The k-th block since the last step uses the k-th scale. If any of them overflows, the step is skipped.
+        The k-th block since the last step uses the k-th scale. If any block overflows, the step is skipped.
 
         Args:
-            loss: a floating tensor; a 16-bit one is scaled in fp32.
+            loss: a floating tensor; a 16-bit loss is scaled in fp32.
 
         Returns:
             A block whose value is the scaled loss.
 
         Raises:
             UsageError: for more losses than ``num_loss``.
-            ArgumentTypeError: if the loss is no floating tensor.
+            ArgumentTypeError: if the loss is not a floating tensor.
         """
         if self._handle._alive:
             check_loss("scale_loss", loss)
@@ -315,16 +315,16 @@ class OptimWrapper(ForwardingOptimizer):
         return ScaledBackward(loss, [attached.window], scaler, name="scale_loss")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step of the optimizer, skipped if a loss overflowed; the next loss is the first again."""
+        """Run a step of the optimizer, or skip it if a loss overflowed; the next loss uses the first scale."""
         self._next = 0
         return super().step(closure, **kwargs)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients; the next loss is the first again."""
+        """Clear the gradients; the next loss uses the first scale."""
         self._next = 0
         super().zero_grad(set_to_none)
 
 
 def _join_session_casting(module: torch.nn.Module, args: Any) -> None:
-    """A forward pre-hook: the thread that runs this module takes part in the casting of the process."""
+    """Let the thread that runs this module take part in the casting of the process: a forward pre-hook."""
     join_session()

@@ -1,4 +1,4 @@
-"""``install``: ``import apex`` finds halfstep. One module under two names."""
+"""``install``, after which ``import apex`` finds halfstep: one module under two names."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["install", "second_name", "uninstall"]
 
 _EXTENSIONS = ("amp_C", "apex_C", "syncbn")
 _TOP = {"apex": "halfstep.compat.apex", **{name: f"halfstep.compat.apex.{name}" for name in _EXTENSIONS}}
-"""Top-level names of the original, and what stands for them."""
+"""Apex's top-level modules, each with the module of halfstep that replaces it."""
 
 
 class SecondNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules, and everything below them, under second names: the same modules, not copies.
+    """A finder of modules and their submodules under second names. It finds the same modules, not copies.
 
     Args:
-        names: the module that stands for each second name.
+        names: the module's name for each second name.
     """
 
     def __init__(self, names: dict[str, str]) -> None:
@@ -33,7 +33,7 @@ class SecondNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """A spec for a second name for which there is a module; None for any other."""
+        """Return a spec for a second name of an existing module; None for any other name."""
         ours = self._ours(fullname)
         own = None if ours is None else importlib.util.find_spec(ours)
         if own is None:
@@ -42,7 +42,7 @@ class SecondNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, origin=own.origin, is_package=is_package)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Our module itself."""
+        """Return the module of halfstep."""
         ours = self._ours(spec.name)
         assert ours is not None
         module = importlib.import_module(ours)
@@ -50,18 +50,18 @@ class SecondNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing but keep the module's own spec: it has run already, and has a place of its own."""
+        """Restore the module's own spec. The module has already run."""
         assert module.__spec__ is not None
         second = module.__spec__.name
         module.__spec__ = module.__spec__.loader_state
-        # Modules that came with it get their second names at once: a later import would put one in the place of an
-        # attribute of the same name, and ``amp._amp_state`` is an object and a module.
+        # Give submodules that are already imported their second names now. A later import would set the submodule as an
+        # attribute, over an attribute of the same name: ``amp._amp_state`` is both an object and a module.
         for name, below in list(sys.modules.items()):
             if name.startswith(f"{module.__name__}."):
                 sys.modules.setdefault(second + name[len(module.__name__) :], below)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """The code of our module, for ``python -m`` with a second name."""
+        """Return the code of the module, for ``python -m`` with a second name."""
         own = importlib.util.find_spec(self._ours(fullname) or fullname)
         assert own is not None
         assert isinstance(own.loader, importlib.abc.InspectLoader)
@@ -75,7 +75,7 @@ class SecondNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def second_name(name: str, module: ModuleType) -> None:
-    """Let a module, and everything below it, be imported under a second name too."""
+    """Make a module and its submodules importable under a second name."""
     sys.meta_path.insert(0, SecondNames({name: module.__name__}))
     sys.modules[name] = module
 
@@ -84,12 +84,12 @@ _finder = SecondNames(_TOP)
 
 
 def install(force: bool = False) -> None:
-    """Let ``import apex``, any ``apex.X`` and Apex's extensions (``amp_C``...) find halfstep from now on.
+    """Make ``import apex``, any ``apex.X`` and Apex's extensions (``amp_C``...) find halfstep.
 
-    An installed Apex that lacks ``amp``, as today's does, is kept and completed: its own names stay.
+    An installed Apex without ``amp``, such as the current release, keeps its names, and halfstep adds the missing ones.
 
     Args:
-        force: take the place of an Apex that has ``amp``.
+        force: replace an installed Apex that has ``amp``.
 
     Raises:
         UsageError: if an Apex with ``amp`` is installed or imported, unless ``force``.
@@ -104,7 +104,7 @@ def install(force: bool = False) -> None:
                 "An Apex that has amp is installed, and a script that imports it gets it. Uninstall it, or pass "
                 "force=True to have halfstep in its place."
             )
-        sys.meta_path.append(_finder)  # last: only for what it lacks
+        sys.meta_path.append(_finder)  # last, so that it finds only names that Apex lacks
         return
     for name in [name for name in sys.modules if name.partition(".")[0] in _TOP]:
         del sys.modules[name]
@@ -112,7 +112,7 @@ def install(force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install``; modules that were imported stay where they were bound."""
+    """Undo ``install``. Names that user code has already imported stay valid."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     for name, module in list(sys.modules.items()):

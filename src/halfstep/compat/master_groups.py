@@ -1,4 +1,4 @@
-"""The parameters of an optimizer and their masters, group by group, under the names that Apex gave them."""
+"""The parameters of an optimizer and their masters, group by group, under Apex's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MasterGroups:
     """Lists of the parameters that have masters, of their masters, and of the other parameters.
 
     Attributes:
-        _attached: what is kept about the optimizer.
+        _attached: the state of the attached optimizer.
     """
 
     _attached: AttachedOptimizer
@@ -28,7 +28,7 @@ class MasterGroups:
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
-        """Their masters."""
+        """The masters of ``fp16_groups``."""
         return [[self._attached.keeper.view(p) for p in group] for group in self.fp16_groups]
 
     @property

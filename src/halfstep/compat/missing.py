@@ -1,4 +1,4 @@
-"""The parts of Apex that halfstep does not have: one table of modules and names, each with what to use instead."""
+"""The parts of Apex that halfstep does not have: a table of modules and names, each with its replacement."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _INSTEAD: dict[str, str | dict[str, str]] = {
     "pyprof.prof": "Use torch.profiler, and key_averages() of what it gives.",
     "transformer": "Use Megatron-LM, or torch.distributed.tensor.parallel and torch.distributed.pipelining.",
 }
-"""For each module below ``apex`` what to use instead of it, or instead of names in it, with spaces between."""
+"""The replacement of each module of ``apex``, or of space-separated names in the module."""
 
 _NORM, _ATTENTION = "apex.normalization.FusedLayerNorm", "torch.nn.functional.scaled_dot_product_attention"
 _EXTENSIONS = {
@@ -111,23 +111,23 @@ _EXTENSIONS = {
     "scaled_upper_triang_masked_softmax_cuda": f"{_ATTENTION} with is_causal=True",
     "xentropy_cuda": "apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
 }
-"""What to use instead of Apex's compiled modules."""
+"""The replacements of Apex's compiled modules."""
 
 
 class NotImportedError(HalfstepError, AttributeError):
-    """A module that is not here was asked for as an attribute; ``from`` imports of it ask the finder below next."""
+    """Raised by an attribute access to a missing module; a ``from`` import then asks the finder below."""
 
 
 class _Missing(importlib.abc.MetaPathFinder):
-    """Stands last, and so is asked only for what is not there."""
+    """A finder behind all other finders, which is asked only for modules that no other finder has found."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         name = fullname.removeprefix(_TREE)
         instead = _INSTEAD.get(name) if name != fullname else None
         if isinstance(instead, str):
-            # Without the name of the module, or `from apex import X` takes this for any name that is not there.
+            # Do not set the error's name, or `from apex import X` hides this error behind its own.
             raise MissingModuleError(f"halfstep does not have apex.{name}. {instead}")
-        if fullname in _EXTENSIONS and caller_in("importlib.util") is None:  # where scripts ask what is there
+        if fullname in _EXTENSIONS and caller_in("importlib.util") is None:  # not a query by ``find_spec``
             error = MissingModuleError(
                 f"No module named {fullname!r}: it is a compiled extension of Apex, and halfstep has none. Use "
                 f"{_EXTENSIONS[fullname]}."
@@ -140,16 +140,16 @@ _finder = _Missing()
 
 
 def refuse_missing() -> None:
-    """Raise from now on, where one of these modules is imported, an error that says what to use."""
+    """Make an import of one of these modules raise an error that names the replacement."""
     if _finder not in sys.meta_path:
         sys.meta_path.append(_finder)
 
 
 def refusing(module: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module of Apex's tree, by its ``__name__``; it says of missing names what to use.
+    """Make the ``__getattr__`` of a module of Apex's tree, which names the replacement of a missing name.
 
-    Of a name it raises an ImportError and no AttributeError: of that, ``from module import name`` would not
-    show the message.
+    For a missing name it raises an ImportError, because ``from module import name`` hides the message of an
+    AttributeError.
     """
     path = module.removeprefix(_TREE[:-1]).removeprefix(".")
     table = _INSTEAD.get(path)

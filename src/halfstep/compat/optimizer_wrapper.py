@@ -1,4 +1,4 @@
-"""An optimizer that stands in front of another one: schedulers, ``isinstance`` and attribute access cannot tell."""
+"""A wrapper of an optimizer, which schedulers, ``isinstance`` and attribute access cannot tell from the optimizer."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["ForwardingOptimizer", "forwarded"]
 
 
 def forwarded(path: str, doc: str | None = None) -> Any:
-    """A property that is an attribute of an attribute, by a path such as ``optimizer.state``."""
+    """Make a property that reads and sets a nested attribute by its path, such as ``optimizer.state``."""
     owner, _, name = path.rpartition(".")
     find: Callable[[Any], Any] = attrgetter(owner) if owner else lambda self: self
     return property(attrgetter(path), lambda self, value: setattr(find(self), name, value), doc=doc)
 
 
 class ForwardingOptimizer(torch.optim.Optimizer):
-    """Everything an optimizer has, taken from ``self.optimizer``; subclasses change what they are there for.
+    """An optimizer that forwards everything to ``self.optimizer``. Subclasses override some methods.
 
     Args:
-        optimizer: the one in the back; its groups and state are shared, not copied.
+        optimizer: the wrapped optimizer, whose groups and state are shared, not copied.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        # Not torch's constructor: it would make groups and state of its own.
+        # Do not call torch's constructor, which would create new groups and state.
         self.optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
-        if "optimizer" not in self.__dict__:  # half made, for example by copy.copy
+        if "optimizer" not in self.__dict__:  # partly constructed, for example by copy.copy
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -41,7 +41,7 @@ class ForwardingOptimizer(torch.optim.Optimizer):
     defaults: dict[str, Any] = forwarded("optimizer.defaults")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step of the optimizer in the back."""
+        """Run a step of the wrapped optimizer."""
         return self.optimizer.step(**kwargs) if closure is None else self.optimizer.step(closure, **kwargs)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -49,15 +49,15 @@ class ForwardingOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(*([] if set_to_none is None else [set_to_none]))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer in the back."""
+        """Add a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimizer in the back saves."""
+        """Return the state dict of the wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
+        """Load a state dict into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def __getstate__(self) -> NoReturn:

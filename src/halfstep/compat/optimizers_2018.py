@@ -1,6 +1,6 @@
-"""The fused optimizers of 2018, of ``apex.optimizers`` and ``apex.contrib``; ``fp16_optimizer_2018.py`` is around them.
+"""The fused optimizers of 2018, of ``apex.optimizers`` and ``apex.contrib``; ``fp16_optimizer_2018.py`` wraps them.
 
-A step takes gradients that are not those of its parameters, a scale to divide them by, and 16-bit copies to write.
+A step takes separate gradients, the scale of these gradients, and 16-bit copies of the parameters to write.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..optimizers.param_rows import GroupRows, ParamRows
 __all__ = ["FusedAdam", "FusedAdamOf2018", "FusedSGD"]
 
 Groups = Iterable[torch.Tensor] | Sequence[Sequence[torch.Tensor]] | None
-"""A list of tensors, if there is one parameter group, or a list of them for each."""
+"""A list of tensors for a single parameter group, or a list of tensors per group."""
 
 
 class _StepOf2018(FusedOptimizer):
-    """A ``step`` that also takes what ``FP16_Optimizer`` of 2018 handed to it."""
+    """A fused optimizer whose ``step`` also takes the arguments that ``FP16_Optimizer`` of 2018 passed."""
 
     @torch.no_grad()
     def step(
@@ -40,12 +40,12 @@ class _StepOf2018(FusedOptimizer):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: evaluates the model again and returns the loss.
-            grads: gradients to use in the place of those of the parameters, of any floating dtype.
-            output_params: written with the new parameters, in their own dtype.
-            scale: gradients are divided by it.
-            grad_norms: not used; norms are computed here.
-            **kwargs: as for any fused optimizer.
+            closure: a function that evaluates the model again and returns the loss.
+            grads: gradients of any floating dtype to use in place of the parameters' ``grad``.
+            output_params: tensors that get the new parameters, in their dtypes.
+            scale: the divisor of the gradients.
+            grad_norms: not used; the step computes the norms.
+            **kwargs: the arguments of any fused optimizer's ``step``.
 
         Returns:
             The closure's loss, or None.
@@ -94,7 +94,7 @@ def adam_of_2018(
     grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any,
     *, factor: Any, new1: Any, beta2: Any, new2: Any, step_size: Any, decay: Any, inside: Any, outside: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """One element of Adam as Apex had it: eps beside the second moment as it is, weight decay in the step."""
+    """Update an element as Apex's Adam did: eps added to the uncorrected second moment, weight decay in the step."""
     grad = grad * factor
     exp_avg = exp_avg + (grad - exp_avg) * new1
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * new2
@@ -105,12 +105,12 @@ def adam_of_2018(
 class FusedAdam(_StepOf2018, optimizers.FusedAdam):
     """``halfstep.optimizers.FusedAdam`` with the ``step`` of 2018, as ``apex.optimizers`` has it.
 
-    Called with an argument that only the class of 2018 had (``eps_inside_sqrt``, ``use_mt``, ``amp_scale_adjustment``,
-    ``max_grad_norm``) it makes a ``FusedAdamOf2018``, whose arithmetic is that of 2018.
+    A call with an argument that only the class of 2018 had (``eps_inside_sqrt``, ``use_mt``, ``amp_scale_adjustment``,
+    ``max_grad_norm``) returns a ``FusedAdamOf2018``, which has the arithmetic of 2018.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> FusedAdam:
-        """An instance of this class, or of that of 2018."""
+        """Return an instance of this class, or of ``FusedAdamOf2018`` for an argument of 2018."""
         of_2018 = cls is FusedAdam and not _ONLY_2018.isdisjoint(kwargs)
         return super().__new__(FusedAdamOf2018 if of_2018 else cls)
 
@@ -119,26 +119,26 @@ _ONLY_2018 = {"eps_inside_sqrt", "use_mt", "amp_scale_adjustment", "max_grad_nor
 
 
 class FusedAdamOf2018(FusedAdam):
-    """Adam as ``apex.contrib.optimizers`` and, until 2019, ``apex.optimizers`` had it.
+    """Adam with the arithmetic of ``apex.contrib.optimizers`` and, until 2019, of ``apex.optimizers``.
 
     ``m`` and ``v`` are Adam's moments and ``rate`` is ``lr``, times ``sqrt(1 - beta2 ** t) / (1 - beta1 ** t)`` with
     ``bias_correction``; a step is ``p -= rate * (m / (sqrt(v) + eps) + weight_decay * p)``.
 
     Args:
-        params: parameters or groups of them, which may have a ``max_grad_norm`` of their own.
+        params: parameters or parameter groups, which may each have a ``max_grad_norm``.
         lr: learning rate.
-        bias_correction: divide the moments by what their start at zero left out.
+        bias_correction: correct the moments for their start at zero.
         betas: decay of the first and the second moment.
         eps: added to the root of the second moment.
-        eps_inside_sqrt: add ``eps`` inside of the root.
+        eps_inside_sqrt: add ``eps`` under the root.
         weight_decay: strength of the decay.
         max_grad_norm: clip the 2-norm of the gradients of each group to this; 0 does not.
         amsgrad: must be False, as in Apex.
-        use_mt: kept for Apex; all parameters are always updated together.
+        use_mt: kept for Apex; one call always updates all parameters.
         amp_scale_adjustment: must be 1.0.
 
     Raises:
-        ArgumentValueError: for a value out of range, or that is not supported.
+        ArgumentValueError: for a value that is out of range or not supported.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class FusedAdamOf2018(FusedAdam):
 
 
 def _clipped(limit: float, rows: GroupRows, factor: Number) -> Number:
-    """The factor of the gradients of a group, made smaller where their norm is above the limit."""
+    """Return the factor of a group's gradients, lowered if their norm is above the limit."""
     if not limit > 0:
         return factor
     device = rows.rows[0].device

@@ -23,33 +23,34 @@ _NO_MEANING = {
     "gradient_average_split_factor": None,
     "prof": False,
 }
-"""Arguments that torch's reducer has no use for, and their defaults."""
+"""Arguments that have no meaning for torch's reducer, and their defaults."""
 
 _warned_of: set[str] = set()
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
-    """torch's ``DistributedDataParallel`` with the arguments that Apex's had.
+    """torch's ``DistributedDataParallel`` with the arguments of Apex's class.
 
-    Parameters and buffers start as those of rank 0. With an optimizer of ``amp`` and passes in ``scale_loss``, every
-    rank steps with the mean over ranks of the sum over passes, after any mix of synced and unsynced passes. Otherwise
-    only the last pass before a step may be synced, as with torch's wrapper.
+    All ranks start with the parameters and buffers of rank 0. With an optimizer of ``amp`` and passes in
+    ``scale_loss``, every rank steps with the mean over ranks of the sum over passes, after any mix of synced and
+    unsynced passes. Otherwise only the last pass before a step may be synced, as with torch's wrapper.
 
     Args:
         module: the model, after ``amp.initialize``.
-        message_size: how many elements a bucket holds at most.
-        delay_allreduce: reduce once the whole backward pass is over; parameters may then go unused.
+        message_size: the largest count of elements in a bucket.
+        delay_allreduce: reduce after the whole backward pass, so that a pass need not use all parameters.
         shared_param: refused, as in Apex.
-        allreduce_trigger_params: ignored, with a warning once in a process: only Apex's own reducer used it.
-        retain_allreduce_buffers: ignored, likewise.
-        allreduce_always_fp32: send 16-bit gradients as fp32. Those behind fp32 masters are sent so anyway.
-        num_allreduce_streams: ignored, likewise.
-        allreduce_communicators: ignored, likewise.
+        allreduce_trigger_params: ignored, with one warning per process: only Apex's reducer used it.
+        retain_allreduce_buffers: ignored in the same way.
+        allreduce_always_fp32: send 16-bit gradients as fp32. Gradients of parameters with fp32 masters are always sent
+            as fp32.
+        num_allreduce_streams: ignored in the same way.
+        allreduce_communicators: ignored in the same way.
         gradient_average: False leaves the sum over ranks, divided by ``gradient_predivide_factor``.
         gradient_predivide_factor: divide by this before the sum, so that 16-bit sums do not overflow, and by world
             size / factor after it. 1.0 divides by the world size before the sum, as torch does.
-        gradient_average_split_factor: ignored, likewise.
-        prof: ignored, likewise.
+        gradient_average_split_factor: ignored in the same way.
+        prof: ignored in the same way.
 
     Raises:
         ArgumentValueError: for ``shared_param``, or a factor or size that is not above zero.
@@ -94,30 +95,30 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 f"DistributedDataParallel: {', '.join(useless)} have no meaning for torch's reducer; leave them out.",
                 stacklevel=2,
             )
-        bucket = 2.0**20 if delay_allreduce else message_size * 4 / 2**20  # MiB of fp32; one bucket for everything
+        bucket = 2.0**20 if delay_allreduce else message_size * 4 / 2**20  # MiB of fp32; one bucket for all gradients
         super().__init__(module, bucket_cap_mb=bucket, find_unused_parameters=delay_allreduce)
         predivide = None if gradient_predivide_factor == 1.0 and gradient_average else gradient_predivide_factor
         reduction = reduction_of(self)
         reduction.always_fp32, reduction.predivide = bool(allreduce_always_fp32), predivide
         reduction.average = gradient_average
         if reduction.changes_gradients:
-            reduction.hook()  # works for optimizers outside of amp too
+            reduction.hook()  # also for optimizers that are not attached
 
     def disable_allreduce(self) -> None:
-        """From the next backward pass on, gradients stay on this rank."""
+        """Keep gradients on this rank from the next backward pass on."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """From the next backward pass on, gradients are averaged, together with what has been accumulated."""
+        """Average gradients from the next backward pass on, including the gradients accumulated before it."""
         self.require_backward_grad_sync = True
 
 
 class Reducer:
-    """Averages gradients over the ranks when told to, and starts a module from rank 0's parameters.
+    """An average of gradients over the ranks on request.
 
     Args:
-        module_or_grads_list: a module, whose parameters are broadcast and whose gradients are reduced, or a list of
-            gradients to reduce.
+        module_or_grads_list: a module whose gradients are reduced, or a list of gradients to reduce. The constructor
+            broadcasts the parameters of a module from rank 0.
 
     Raises:
         UsageError: without a process group.

@@ -1,6 +1,6 @@
-"""Submodules that only name what another module has: ``apex.optimizers.fused_adam`` holds ``FusedAdam``.
+"""Submodules that only re-export names of another module, such as ``apex.optimizers.fused_adam`` for ``FusedAdam``.
 
-Apex had a file for each. Here a module lists them in a table, and becomes a package by that.
+Apex had a file for each submodule. Here a module lists its submodules in a table, which also makes it a package.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["add_submodules"]
 
 
 def add_submodules(package: str, contents: Mapping[str, str], *, also: Mapping[str, object] | None = None) -> None:
-    """Make submodules of a module that is being imported. An attribute that the module has already stays.
+    """Make submodules of a module during its import. Existing attributes of the module do not change.
 
     Args:
         package: the ``__name__`` of the module.
-        contents: for each submodule the names it has, with spaces between. They are taken from the module.
-        also: names that the module itself does not have.
+        contents: the space-separated names of each submodule, which are attributes of the module.
+        also: further values by name, which the module does not have.
     """
     parent = sys.modules[package]
     vars(parent).setdefault("__path__", [])
@@ -32,12 +32,12 @@ def add_submodules(package: str, contents: Mapping[str, str], *, also: Mapping[s
 
 
 def add_submodule(package: str, name: str, values: Mapping[str, object]) -> None:
-    """Make one submodule of a package that is being imported.
+    """Make one submodule of a package during its import.
 
     Args:
         package: the name of the package.
-        name: of the submodule, in the package.
-        values: its attributes.
+        name: the name of the submodule in the package.
+        values: the attributes of the submodule.
     """
     own = f"{package}.{name}"
     module = ModuleType(own, f"``{own.removeprefix('halfstep.compat.')}``.")

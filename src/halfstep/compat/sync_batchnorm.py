@@ -1,4 +1,4 @@
-"""BatchNorm over the batches of all ranks, exact also where they are of different sizes."""
+"""BatchNorm over the batches of all ranks, exact also for batches of different sizes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def normalize(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``(x - mean) * inv_std * weight + bias``; the arguments broadcast and have one dtype."""
+    """Compute ``(x - mean) * inv_std * weight + bias``; the arguments broadcast and have one dtype."""
     y = (x - mean) * inv_std
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks; its gradient is summed over ranks too."""
+    """The sum over ranks, whose gradient is also summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -46,19 +46,19 @@ class _Sum(torch.autograd.Function):
 
 
 class SyncBatchNorm(BatchNorm):
-    """BatchNorm whose statistics are those of the batches of all ranks together, on any device.
+    """BatchNorm with statistics over the batches of all ranks, on any device.
 
-    Statistics are computed in fp32 in two passes (mean, then squared distances from it), each rank's values weighted
-    equally, so unequal batches give what one large batch gives. The output has the dtype of the input. Without a
-    process group, and in evaluation, it is an ordinary BatchNorm. On CUDA torch's kernels do the work; it is no
-    ``nn.SyncBatchNorm``, which ``DistributedDataParallel`` refuses on a CPU.
+    Statistics are computed in fp32 in two passes (mean, then squared distances from the mean). All values have equal
+    weight, so that unequal batches give the same result as one large batch. The output has the dtype of the input.
+    Without a process group, and in evaluation, the layer is an ordinary BatchNorm. On CUDA it calls torch's kernels. It
+    does not subclass ``nn.SyncBatchNorm``, which ``DistributedDataParallel`` refuses on a CPU.
 
     Args:
-        num_features: channels, dimension 1 of the input; the last one with ``channel_last``.
+        num_features: channels, dimension 1 of the input; the last dimension with ``channel_last``.
         eps: added to the variance.
-        momentum: of the running statistics; None averages over all batches.
-        affine: whether there are a weight and a bias.
-        track_running_stats: whether there are running statistics.
+        momentum: the momentum of the running statistics; None averages over all batches.
+        affine: create a weight and a bias.
+        track_running_stats: keep running statistics.
         process_group: ranks that share statistics; None means all.
         channel_last: the input has its channels last.
         fuse_relu: apply ReLU to the result.
@@ -83,11 +83,11 @@ class SyncBatchNorm(BatchNorm):
         self.fuse_relu = fuse_relu
 
     def forward(self, input: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalize.
+        """Normalize a batch.
 
         Args:
-            input: floating, of shape [N, C, ...], or [N, ..., C] with ``channel_last``.
-            z: added before the ReLU.
+            input: a floating tensor of shape [N, C, ...], or [N, ..., C] with ``channel_last``.
+            z: a tensor to add before the ReLU.
 
         Raises:
             ArgumentValueError: in training, if all ranks together have only one value for a channel.
@@ -127,7 +127,7 @@ class SyncBatchNorm(BatchNorm):
         return y
 
     def _share(self) -> float:
-        """Count a batch, and say what it weighs in the running statistics."""
+        """Count a batch, and return its weight in the running statistics."""
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
@@ -169,15 +169,15 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     """Replace every BatchNorm of a model by a ``SyncBatchNorm`` with the same parameters and running statistics.
 
     Args:
-        module: changed in place, unless it is a BatchNorm itself.
+        module: the model, changed in place unless it is a BatchNorm.
         process_group: ranks that share statistics; None means all.
-        channel_last: as in ``SyncBatchNorm``.
+        channel_last: the argument of ``SyncBatchNorm``.
 
     Returns:
         The model.
     """
     check_kind("convert_syncbn_model: module", module, nn.Module, "a torch.nn.Module")
-    made: dict[nn.Module, nn.Module] = {}  # a module with two names stays one
+    made: dict[nn.Module, nn.Module] = {}  # a module with two names gets one replacement
 
     def convert(old: nn.Module) -> nn.Module:
         if old not in made:
@@ -191,7 +191,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 
 
 def _converted(module: nn.Module, process_group: Any, channel_last: bool) -> nn.Module:
-    """A ``SyncBatchNorm`` in the place of a BatchNorm; any other module itself."""
+    """Return a ``SyncBatchNorm`` in place of a BatchNorm; return any other module unchanged."""
     if isinstance(module, BatchNorm) and not isinstance(module, (SyncBatchNorm, InstanceNorm)):
         track = module.track_running_stats
         made = SyncBatchNorm(
@@ -205,7 +205,7 @@ def _converted(module: nn.Module, process_group: Any, channel_last: bool) -> nn.
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Groups of neighbouring ranks that share BatchNorm statistics; every rank must call it.
+    """Create groups of neighbouring ranks that share BatchNorm statistics. Every rank must call it.
 
     Args:
         group_size: ranks in a group, a divisor of the world size; 0 means all.
@@ -214,7 +214,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
         This rank's group, or None for 0.
 
     Raises:
-        ArgumentValueError: if it does not divide the world size.
+        ArgumentValueError: if ``group_size`` does not divide the world size.
     """
     if not isinstance(group_size, int) or isinstance(group_size, bool):
         raise ArgumentTypeError(f"group_size must be a whole number, not {group_size!r}.")

@@ -1,4 +1,4 @@
-"""Names that torch had when scripts for Apex were written, and has no more: for ``halfstep run``."""
+"""Names that torch has removed since Apex scripts were written, restored for ``halfstep run``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SIX = {
 
 
 class _Six(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds ``torch._six``, which torch 2.0 removed. Stands last: a torch that has it keeps it."""
+    """A finder for ``torch._six``, which torch 2.0 removed. The last finder: a real module has priority."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -45,15 +45,15 @@ _finder = _Six()
 
 
 def bring_back_six() -> None:
-    """Let ``import torch._six`` find what it had; the first import says so."""
+    """Make ``import torch._six`` work; the first import logs this."""
     if _finder not in sys.meta_path:
         sys.meta_path.append(_finder)
 
 
 def trust_checkpoints() -> None:
-    """Have ``torch.load`` unpickle whatever it reads, as before torch 2.6, unless a call says otherwise.
+    """Make ``weights_only=False`` the default of ``torch.load``, as before torch 2.6.
 
-    By the environment, so that the processes that a script starts do the same.
+    It sets an environment variable, so that processes that a script starts have the same default.
     """
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     logger.warning("--trust-checkpoints: torch.load unpickles what it reads, and a file can run any code that way.")

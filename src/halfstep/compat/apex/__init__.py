@@ -1,7 +1,7 @@
-"""Apex's module tree by its own names: ``halfstep.apex.install()`` makes ``import apex`` find it.
+"""Apex's module tree under Apex's names: ``halfstep.apex.install()`` makes ``import apex`` find it.
 
-float16 is the default on every device, as Apex's was. ``transformer`` and some of ``contrib`` are not here; importing
-them says what to use.
+float16 is the default on every device, as in Apex. ``transformer`` and parts of ``contrib`` are missing; importing a
+missing module raises an error that names the replacement.
 """
 
 import warnings
@@ -17,11 +17,11 @@ __version__ = "0.1"  # what Apex said
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """The warning class of Apex; scripts name it to filter it."""
+    """The warning class of Apex, which scripts use in warning filters."""
 
 
 def deprecated_warning(msg: str) -> None:
-    """Warn as Apex did."""
+    """Warn of a deprecated feature, as Apex did."""
     warnings.warn(msg, DeprecatedFeatureWarning, stacklevel=2)
 
 
@@ -36,7 +36,7 @@ __dir__ = [*__all__, *_SUBMODULES].copy
 
 
 def __getattr__(name: str) -> Any:
-    """``import apex`` brought the submodules with it; here each comes when asked for."""
+    """Import a submodule at its first use. In Apex, ``import apex`` imported all submodules."""
     if name in _SUBMODULES:
         return import_module(f".{name}", __name__)
     return _refuse(name)

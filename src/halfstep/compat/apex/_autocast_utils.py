@@ -1,4 +1,4 @@
-"""``apex._autocast_utils``: what the functions of Apex did with their arguments under torch's autocast."""
+"""``apex._autocast_utils``: the casts that Apex's functions applied to their arguments under torch's autocast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 
 def _cast_if_autocast_enabled(*args: Any) -> Any:
-    """The arguments, with floating tensors in the dtype of autocast where it is on for their device; not float64."""
+    """Cast floating arguments, except float64, to the autocast dtype if autocast is enabled for their device."""
     return map_tensors(_cast, args)
 
 
@@ -23,10 +23,10 @@ def _cast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _get_autocast_dtypes() -> list[torch.dtype]:
-    """The dtypes that autocast may compute in."""
+    """Return the dtypes that autocast may compute in."""
     return [torch.half, torch.bfloat16]
 
 
 def _get_current_dtype(dtype: torch.dtype | None = None) -> torch.dtype:
-    """The dtype of autocast for CUDA if it is on; else ``dtype``, or float32."""
+    """Return the autocast dtype for CUDA if autocast is enabled; else ``dtype``, or float32."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else dtype or torch.float32

@@ -10,11 +10,11 @@ __all__ = ["flatten", "unflatten"]
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All of them, of one dtype and device, in a new tensor of one dimension."""
+    """Concatenate tensors of one dtype and device in a new tensor of one dimension."""
     return torch.cat([tensor.contiguous().view(-1) for tensor in tensors])
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of ``flat`` in the shapes of ``tensors``."""
+    """Return views of ``flat`` in the shapes of ``tensors``."""
     pieces = flat.split([tensor.numel() for tensor in tensors])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]

@@ -1,4 +1,4 @@
-"""``apex.fused_dense``, on ``torch.nn.Linear``: weights are initialized, which Apex left to chance."""
+"""``apex.fused_dense``, on ``torch.nn.Linear``. Weights are initialized; Apex left them uninitialized."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = [
 
 
 def fused_dense_function(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """A linear layer."""
+    """Apply a linear layer."""
     return F.linear(input, weight, bias)
 
 
 def dense_no_bias_function(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A linear layer without a bias."""
+    """Apply a linear layer without a bias."""
     return F.linear(input, weight)
 
 

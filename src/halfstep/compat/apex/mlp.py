@@ -18,10 +18,10 @@ _ACTIVATIONS = {"none": lambda x: x, "relu": torch.relu, "sigmoid": torch.sigmoi
 
 
 def mlp_function(bias: bool, activation: str, *args: torch.Tensor) -> torch.Tensor:
-    """Linear layers with an activation after each, the last included.
+    """Apply linear layers with an activation after each layer, including the last layer.
 
     Args:
-        bias: whether there are biases.
+        bias: True if ``args`` has biases.
         activation: "none", "relu" or "sigmoid".
         *args: the input, of shape [N, in]; the weights; then the biases.
 
@@ -37,21 +37,21 @@ def mlp_function(bias: bool, activation: str, *args: torch.Tensor) -> torch.Tens
 
 
 class MlpFunction:
-    """``mlp_function`` as Apex's function for autograd; the activation may be its number: 0 none, 1 ReLU, 2 sigmoid."""
+    """A namespace for ``apply``, in place of Apex's autograd function."""
 
     @staticmethod
     def apply(bias: bool, activation: int | str, *args: torch.Tensor) -> torch.Tensor:
-        """``mlp_function(bias, activation, *args)``."""
+        """Call ``mlp_function``; the activation may also be a number: 0 for none, 1 for ReLU, 2 for sigmoid."""
         name = list(_ACTIVATIONS)[activation] if activation in (0, 1, 2) else activation
         return mlp_function(bool(bias), str(name), *args)
 
 
 class MLP(nn.Module):
-    """Linear layers with an activation after each, the last included.
+    """Linear layers with an activation after each layer, including the last layer.
 
     Args:
-        mlp_sizes: width of the input, then of each layer.
-        bias: whether layers have a bias.
+        mlp_sizes: the width of the input, then of each layer.
+        bias: create a bias in each layer.
         activation: "none", "relu" or "sigmoid".
 
     Raises:
@@ -78,11 +78,11 @@ class MLP(nn.Module):
 
     @property
     def biases(self) -> list[nn.Parameter]:
-        """The bias of each layer; empty without."""
+        """The bias of each layer; empty without biases."""
         return [getattr(self, f"bias_{i}") for i in range(self.num_layers)] if self.bias else []
 
     def reset_parameters(self) -> None:
-        """Normal weights of variance 2 / (in + out), biases of variance 1 / out, as Apex had them."""
+        """Draw normal weights of variance 2 / (in + out) and biases of variance 1 / out, as Apex did."""
         for i, weight in enumerate(self.weights):
             nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
             if self.bias:
@@ -93,7 +93,7 @@ class MLP(nn.Module):
         return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
 
     def extra_repr(self) -> str:
-        """The arguments."""
+        """Return the arguments as text."""
         return f"MLP sizes: {self.mlp_sizes}, Bias={self.bias}, activation={self.activation}"
 
 

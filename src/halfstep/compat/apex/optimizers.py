@@ -1,4 +1,4 @@
-"""``apex.optimizers``, with the names of Ascend's fork too."""
+"""``apex.optimizers``, including the names of Ascend's fork."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Maybe = torch.Tensor | None
 
 
 def _last(x: torch.Tensor) -> torch.Tensor:
-    """A tensor in fp32, with its channels last."""
+    """Return a tensor in fp32 with its channels last."""
     return x.float().movedim(1, -1)
 
 
@@ -50,12 +50,12 @@ def welford_mean_var(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def welford_parallel(
     mean_feature_nodes: torch.Tensor, var_biased: torch.Tensor, numel: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Statistics of several batches from those of each, weighted by their sizes.
+    """Merge the statistics of several batches, weighted by the batch sizes.
 
     Args:
-        mean_feature_nodes: [batches, C].
-        var_biased: [batches, C].
-        numel: values of a channel in each, [batches].
+        mean_feature_nodes: the mean of each batch, [batches, C].
+        var_biased: the biased variance of each batch, [batches, C].
+        numel: the count of values per channel in each batch, [batches].
         eps: added to the variance under the root.
 
     Returns:
@@ -76,7 +76,7 @@ def batchnorm_forward_c_last(
     shift: Maybe,
     fuse_relu: bool = False,
 ) -> torch.Tensor:
-    """``(input - mean) * inv_std * weight + shift + z``, and ReLU, in the dtype of the input."""
+    """Compute ``(input - mean) * inv_std * weight + shift + z``, and ReLU, in the dtype of the input."""
     y = _normalize(input, z, mean, inv_std, weight, shift)
     return (y.relu() if fuse_relu else y).to(input.dtype)
 
@@ -84,7 +84,7 @@ def batchnorm_forward_c_last(
 def batchnorm_forward(
     input: torch.Tensor, mean: torch.Tensor, inv_std: torch.Tensor, weight: Maybe, shift: Maybe
 ) -> torch.Tensor:
-    """``(input - mean) * inv_std * weight + shift``, in the dtype of the input."""
+    """Compute ``(input - mean) * inv_std * weight + shift`` in the dtype of the input."""
     y = batchnorm_forward_c_last(_last(input), None, mean, inv_std, weight, shift)
     return y.movedim(-1, 1).to(input.dtype)
 
@@ -92,7 +92,7 @@ def batchnorm_forward(
 def reduce_bn_c_last(
     grad_output: torch.Tensor, input: torch.Tensor, mean: torch.Tensor, inv_std: torch.Tensor, weight: Maybe
 ) -> tuple[torch.Tensor, torch.Tensor, Maybe, Maybe]:
-    """Sums of ``grad_output`` and of ``grad_output * (input - mean)``, and the gradients of weight and shift."""
+    """Sum ``grad_output`` and ``grad_output * (input - mean)``, and compute the gradients of weight and shift."""
     dy = _columns(grad_output)
     sum_dy, sum_dy_xmu = dy.sum(0), (dy * (_columns(input) - mean)).sum(0)
     if weight is None:
@@ -103,7 +103,7 @@ def reduce_bn_c_last(
 def reduce_bn(
     grad_output: torch.Tensor, input: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, Maybe, Maybe]:
-    """``reduce_bn_c_last`` with the channels in dimension 1."""
+    """Run ``reduce_bn_c_last`` with the channels in dimension 1."""
     return reduce_bn_c_last(_last(grad_output), _last(input), *others)
 
 
@@ -117,7 +117,7 @@ def batchnorm_backward_c_last(
     sum_dy_xmu: torch.Tensor,
     count: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of the input, from the sums over all batches and the number of values in them."""
+    """Compute the gradient of the input from the sums over all batches and the count of values."""
     n = count.sum()
     centred = grad_output.float() - sum_dy / n - (input.float() - mean) * inv_std.square() * (sum_dy_xmu / n)
     scale = inv_std if weight is None else inv_std * weight.float()
@@ -125,7 +125,7 @@ def batchnorm_backward_c_last(
 
 
 def batchnorm_backward(grad_output: torch.Tensor, input: torch.Tensor, *others: Any) -> torch.Tensor:
-    """``batchnorm_backward_c_last`` with the channels in dimension 1."""
+    """Run ``batchnorm_backward_c_last`` with the channels in dimension 1."""
     return batchnorm_backward_c_last(_last(grad_output), _last(input), *others).movedim(-1, 1).to(input.dtype)
 
 
@@ -138,13 +138,13 @@ def relu_bw_c_last(
     weight: Maybe,
     shift: Maybe,
 ) -> torch.Tensor:
-    """``grad_output`` where the normalized sum was above zero."""
+    """Return ``grad_output``, zeroed where the normalized sum is not above zero."""
     y = _normalize(input, z, mean, inv_std, weight, shift)
     return torch.where(y > 0, grad_output, 0.0).to(grad_output.dtype)
 
 
 def _normalize(x: torch.Tensor, z: Maybe, mean: torch.Tensor, inv_std: torch.Tensor, *affine: Maybe) -> torch.Tensor:
-    """``normalize`` in fp32, with ``z`` added."""
+    """Run ``normalize`` in fp32 and add ``z``."""
     weight, shift = (None if t is None else t.float() for t in affine)
     y = normalize(x.float(), mean, inv_std, weight, shift)
     return y if z is None else y + z.float()

@@ -1,4 +1,4 @@
-"""Apex's ``fp16_utils``: mixed precision with 16-bit weights, managed by one optimizer wrapper or by hand."""
+"""Apex's ``fp16_utils``: mixed precision with 16-bit weights, managed by an optimizer wrapper or manually."""
 
 from .loss_scaler import DynamicLossScaler, LossScaler
 from .modules import BN_convert_float, FP16Model, convert_module, convert_network, network_to_half, tofp16

@@ -1,6 +1,6 @@
 """The two loss scalers of fp16_utils: Apex's names over the rules of ``core.loss_scale``.
 
-``FP16_Optimizer`` makes and drives them; they also serve loops written by hand with ``prep_param_lists``.
+``FP16_Optimizer`` creates and uses them. Hand-written loops with ``prep_param_lists`` also use them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["DynamicLossScaler", "LossScaler", "saved_entry"]
 
 
 class _CountingScaler(DeviceLossScaler):
-    """A ``DeviceLossScaler`` that also counts iterations, and knows which of them overflowed last."""
+    """A ``DeviceLossScaler`` that also counts iterations and remembers the last iteration that overflowed."""
 
     def __init__(self, rule: LossScale) -> None:
         super().__init__(rule, name="LossScaler" if not rule.dynamic else "DynamicLossScaler")
@@ -30,14 +30,14 @@ class _CountingScaler(DeviceLossScaler):
         self.last_overflow = torch.tensor(-1, dtype=torch.int64, device="cpu")
 
     def update(self, found_inf: torch.Tensor, blame: Callable[[], str] | None = None) -> None:
-        """Take one step of the rule, and count it."""
+        """Update the state by the rule, and count the iteration."""
         super().update(found_inf, blame)
         self.last_overflow = torch.where(found_inf != 0, self.cur_iter, self.last_overflow.to(found_inf.device))
         self.cur_iter += 1
 
     @property
     def last_overflow_iter(self) -> int:
-        """Which iteration overflowed last, counted from 0; -1 if none did. Reads the device."""
+        """Return the index of the last iteration that overflowed, from 0; -1 if none did. Reads the device."""
         return int(self.last_overflow)
 
     @last_overflow_iter.setter
@@ -46,13 +46,13 @@ class _CountingScaler(DeviceLossScaler):
 
 
 class LossScaler:
-    """A loss scale that stays where it is, unless you set ``cur_scale``.
+    """A constant loss scale, which changes only if you set ``cur_scale``.
 
     Args:
         scale: a finite number above zero.
 
     Raises:
-        ArgumentValueError: for another scale.
+        ArgumentValueError: for any other scale.
     """
 
     dynamic = False
@@ -62,12 +62,12 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """The present scale. Reads the device."""
+        """The current scale. Reads the device."""
         return self.engine.loss_scale()
 
     @property
     def cur_scale(self) -> float:
-        """The present scale, under the name to set it by. Reads the device."""
+        """The current scale, under a name that can be set. Reads the device."""
         return self.engine.loss_scale()
 
     @cur_scale.setter
@@ -75,29 +75,29 @@ class LossScaler:
         self.engine.set_scale(value)
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """False: a static scale leaves overflows to whoever set it."""
+        """False: with a static scale, user code must handle overflows."""
         return False
 
     def update_scale(self, overflow: bool | torch.Tensor) -> None:
         """Count one iteration.
 
         Args:
-            overflow: whether its gradients overflowed; a 0-dim tensor is not read.
+            overflow: True if the gradients of the iteration overflowed; the host does not read a 0-dim tensor.
         """
         device = getattr(overflow, "device", "cpu")
         self.engine.update(torch.as_tensor(overflow, dtype=torch.float32, device=device))
 
     def scale_gradient(self, module: torch.nn.Module, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
-        """A backward hook for ``module.register_full_backward_hook``: the incoming gradients times the scale."""
+        """Multiply incoming gradients by the scale: a hook for ``module.register_full_backward_hook``."""
         return tuple(None if grad is None else grad * self.loss_scale for grad in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """``(loss * loss_scale).backward()``, a 16-bit loss in fp32. The gradients stay scaled."""
+        """Run ``(loss * loss_scale).backward()``, with a 16-bit loss in fp32. The gradients stay scaled."""
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         (wide * self.engine.scale(loss.device)).backward(retain_graph=retain_graph)
 
     def state_dict(self) -> dict[str, float | int]:
-        """Plain numbers."""
+        """Return plain numbers."""
         return {
             **self.engine.state_dict(),
             "cur_iter": self.engine.cur_iter,
@@ -105,10 +105,10 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, float | int] | Any) -> None:
-        """Take over what ``state_dict`` returned, or a loss scaler that Apex pickled into a checkpoint.
+        """Load a state dict of this scaler, or a loss scaler that Apex pickled into a checkpoint.
 
         Raises:
-            ArgumentValueError: for anything else; nothing is loaded then.
+            ArgumentValueError: for any other value; nothing is loaded.
         """
         entry = saved_entry(state_dict)
         self.engine.load_state_dict(entry)
@@ -117,7 +117,7 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that rides the edge: lower at each overflow, higher after ``scale_window`` iterations without one.
+    """A dynamic loss scale: lower after each overflow, higher after ``scale_window`` iterations without overflow.
 
     ::
 
@@ -127,8 +127,8 @@ class DynamicLossScaler(LossScaler):
             ...
 
     Args:
-        init_scale: where to start.
-        scale_factor: an overflow divides the scale by it, ``scale_window`` good iterations multiply it.
+        init_scale: the first scale.
+        scale_factor: the divisor of the scale at an overflow, and its factor after ``scale_window`` good iterations.
         scale_window: iterations without overflow before the scale grows.
         min_loss_scale: the floor; None means 1, or ``init_scale`` if that is lower.
         max_loss_scale: the ceiling; None means the largest float32 number.
@@ -168,7 +168,7 @@ class DynamicLossScaler(LossScaler):
         attrgetter("engine.last_overflow_iter"),
         doc="Which of them overflowed last, counted from 0; -1 if none did. Reads the device.",
     )
-    # What scripts set when they resume.
+    # Attributes that scripts set when they resume.
     scale_factor = property(
         attrgetter("engine.settings.growth_factor"),
         lambda self, factor: self.engine.change(growth_factor=factor, backoff_factor=1.0 / factor),
@@ -179,10 +179,10 @@ class DynamicLossScaler(LossScaler):
     )
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether the gradient of a parameter holds inf or NaN. Reads the device once.
+        """True if the gradient of a parameter holds inf or NaN. Reads the device once.
 
         Args:
-            params: parameters of any dtypes and devices; those without a gradient are passed over.
+            params: parameters of any dtypes and devices; parameters without a gradient are ignored.
         """
         grads = [values_of(p.grad) if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
         if not grads:
@@ -192,10 +192,10 @@ class DynamicLossScaler(LossScaler):
 
 
 def saved_entry(saved: Any) -> dict[str, Any]:
-    """The numbers of a saved scaler: ours, amp's, or an object that Apex pickled.
+    """Return the numbers of a saved scaler: a state dict of ours or of amp's, or an object that Apex pickled.
 
     Raises:
-        ArgumentValueError: for anything else.
+        ArgumentValueError: for any other value.
     """
     if isinstance(saved, Mapping):
         entry = dict(saved)

@@ -1,4 +1,4 @@
-"""Whole networks in 16 bits with Apex's function names, over ``casting.modules``."""
+"""Apex's functions that cast whole networks to 16 bits, implemented by ``casting.modules``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class tofp16(nn.Module):  # noqa: N801 - Apex's name
     """A layer that casts its floating input to float16; integers and booleans pass unchanged."""
 
     def forward(self, input: Any) -> Any:
-        """The input, or the container of inputs, with floating tensors as float16."""
+        """Return the input, or the container of inputs, with floating tensors as float16."""
         return cast_tree(input, torch.float16)
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's name
-    """Bring every BatchNorm in a module back to fp32, its running statistics too, in place.
+    """Cast every BatchNorm in a module back to fp32, including its running statistics, in place.
 
     Returns:
         The module.
@@ -35,12 +35,12 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's nam
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's own floating parameters, their gradients and its buffers in place; its children stay."""
+    """Cast a module's direct floating parameters, gradients and buffers in place; do not cast its children."""
     cast_module(module, dtype, keep=lambda child: child is not module)
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast a network in place, except for its BatchNorm layers. Parameters stay the same objects.
+    """Cast a network in place, except for its BatchNorm layers. Parameters keep their identity.
 
     Args:
         network: any module.
@@ -54,16 +54,16 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """A float16 network that takes fp32 input: ``Sequential(tofp16(), network)`` with fp32 BatchNorm.
+    """Return a float16 network that takes fp32 input: ``Sequential(tofp16(), network)`` with fp32 BatchNorm.
 
-    The network is cast in place; the names of its parameters gain the prefix ``"1."``.
+    The network is cast in place; the names of its parameters get the prefix ``"1."``.
     """
     check_kind("network_to_half: network", network, nn.Module, "a torch.nn.Module")
     return nn.Sequential(tofp16(), BN_convert_float(convert_network(network, torch.float16)))
 
 
 class FP16Model(nn.Module):
-    """A network cast to float16 with fp32 BatchNorm; floating inputs are cast, positional and keyword ones.
+    """A network cast to float16 with fp32 BatchNorm, which casts floating positional and keyword inputs.
 
     Args:
         network: any module; cast in place and kept as ``.network``.
@@ -74,5 +74,5 @@ class FP16Model(nn.Module):
         self.network = convert_network(network, torch.float16)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The output of the network, in the dtype it comes in."""
+        """Return the output of the network without a cast."""
         return self.network(*cast_tree(inputs, torch.float16), **cast_tree(kwargs, torch.float16))

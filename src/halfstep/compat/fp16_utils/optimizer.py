@@ -1,4 +1,4 @@
-"""``FP16_Optimizer``: an optimizer that owns the backward pass, and with it masters and loss scale."""
+"""``FP16_Optimizer``: an optimizer wrapper that runs the backward pass and has masters and a loss scale."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
         optimizer.backward(loss)  # instead of loss.backward()
         optimizer.step()
 
-    A step is skipped if a gradient since the last one was inf or NaN, at any scale, static ones and 1.0 included
-    (Apex never looked under a static scale, and the weights became NaN). It is an ``Optimizer``, so torch's
-    schedulers take it; ``param_groups`` and ``state`` are those of the wrapped one, over the parameters of the model
-    (Apex had masters in their place).
+    A step is skipped if a gradient since the last step was inf or NaN, at any scale, including static scales and 1.0
+    (Apex did not check under a static scale, and the weights became NaN). The wrapper is an ``Optimizer``, so torch's
+    schedulers accept it. It shares ``param_groups`` and ``state`` with the wrapped optimizer; they hold the parameters
+    of the model (in Apex they held the masters).
 
     Args:
         init_optimizer: any ``torch.optim.Optimizer``, with float16, bfloat16 and fp32 parameters mixed in any groups.
-            Work with the wrapper only from then on.
+            Use only the wrapper afterwards.
         static_loss_scale: a finite number above zero.
-        dynamic_loss_scale: use a dynamic scale, whatever ``static_loss_scale`` says.
+        dynamic_loss_scale: use a dynamic scale and ignore ``static_loss_scale``.
         dynamic_loss_args: keyword arguments of ``DynamicLossScaler``.
-        verbose: log each parameter at level INFO of the logger "halfstep". Steps that are skipped, and where a dynamic
-            scale goes then, are logged in any case. The logger writes to stderr where a program has not set up logging.
+        verbose: log each parameter at level INFO of the logger "halfstep". Skipped steps and the new dynamic scale are
+            always logged. The logger writes to stderr if the program has not set up logging.
 
     Attributes:
         optimizer: the wrapped optimizer.
         loss_scaler: a ``LossScaler`` or ``DynamicLossScaler``.
-        dynamic_loss_scale: which of the two it is.
+        dynamic_loss_scale: True if ``loss_scaler`` is a ``DynamicLossScaler``.
 
     Raises:
-        ArgumentTypeError: for an ``init_optimizer`` that is no optimizer, or an unknown key in ``dynamic_loss_args``.
-        ArgumentValueError: for a scale or another value that is not allowed.
-        UsageError: for an optimizer that has masters or a loss scale already.
+        ArgumentTypeError: if ``init_optimizer`` is not an optimizer, or ``dynamic_loss_args`` has an unknown key.
+        ArgumentValueError: for an invalid scale or other value.
+        UsageError: for an optimizer that already has masters or a loss scale.
 
     Source: Apex, ``apex.fp16_utils``, https://nvidia.github.io/apex/fp16_utils.html.
     """
@@ -88,46 +88,46 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
             if dynamic_loss_scale
             else LossScaler(as_number("static_loss_scale", static_loss_scale))
         )
-        self.loss_scaler.engine.name = _NAME  # which is what the user has made
+        self.loss_scaler.engine.name = _NAME  # messages name the object that user code has made
         if verbose or dynamic_loss_scale:
             show_log()
         if verbose:
             _log_groups(init_optimizer)
         self._attached = attach(init_optimizer, masters=True)
-        # What the passes since the last step found; a new one begins with the first pass after a step.
+        # The overflow flag of the passes since the last step; the first pass after a step starts a new flag.
         self._found_inf: torch.Tensor | None = None
         self._stepped = False
-        self._unscaled = False  # the gradients there are
-        self._scale: torch.Tensor | None = None  # that they are multiplied by, after ``update_master_grads=False``
+        self._unscaled = False  # True if the current gradients are unscaled
+        self._scale: torch.Tensor | None = None  # the scale of the gradients after ``update_master_grads=False``
         super().__init__(init_optimizer)
 
     # ---- the training step, in its order
 
     def zero_grad(self, set_grads_to_None: bool = False, *, set_to_none: bool | None = None) -> None:  # type: ignore[override]  # noqa: N803
-        """Clear the gradients of model and masters, and what passes since the last step found.
+        """Clear the gradients of model and masters, and the overflow flag of the passes since the last step.
 
         Args:
-            set_grads_to_None: set them to None instead of zero.
-            set_to_none: the same under torch's name.
+            set_grads_to_None: set gradients to None instead of zero.
+            set_to_none: torch's name for ``set_grads_to_None``.
         """
         self.optimizer.zero_grad(set_grads_to_None if set_to_none is None else set_to_none)
         self._found_inf = self._scale = None
         self._unscaled = False
 
     def backward(self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """The backward pass of ``loss``, scaled. Called again before ``step``, it adds to the gradients.
+        """Scale ``loss`` and run its backward pass. Further calls before ``step`` add to the gradients.
 
-        Afterwards the gradients are unscaled fp32 numbers, those of the model and those of the masters, which are the
-        same (Apex left the model's scaled).
+        Afterwards the gradients are unscaled fp32 tensors. The model and the masters have the same gradients (Apex left
+        the model's gradients scaled).
 
         Args:
-            loss: 0-dim floating tensor; a 16-bit one is converted to fp32 before it is scaled.
-            update_master_grads: False leaves all gradients scaled, to save work when several losses follow each
-                other; ``update_master_grads()`` (or the next ``step``) unscales them then.
-            retain_graph: as for ``Tensor.backward``.
+            loss: 0-dim floating tensor; a 16-bit loss is converted to fp32 before it is scaled.
+            update_master_grads: False leaves all gradients scaled, to save work if several losses follow each other;
+                ``update_master_grads()`` (or the next ``step``) then unscales them.
+            retain_graph: the argument of ``Tensor.backward``.
 
         Raises:
-            ArgumentTypeError: if the loss is no floating tensor.
+            ArgumentTypeError: if the loss is not a floating tensor.
         """
         window, engine = self._attached.window, self.loss_scaler.engine
         found_inf = torch.zeros((), dtype=torch.float32, device=getattr(loss, "device", None))
@@ -145,10 +145,10 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
             self._scale = scale
 
     def update_master_grads(self) -> None:
-        """Unscale gradients that are still scaled, and move a dynamic scale.
+        """Unscale gradients that are still scaled, and update a dynamic scale.
 
-        Needed after ``backward(loss, update_master_grads=False)``, or after a backward pass of your own over
-        ``loss * optimizer.loss_scale`` that followed ``zero_grad``. Does nothing if there are none.
+        Call it after ``backward(loss, update_master_grads=False)``, or after your own backward pass over
+        ``loss * optimizer.loss_scale`` that followed ``zero_grad``. Without scaled gradients it does nothing.
         """
         attached, scale = self._attached, self._scale
         if scale is None:
@@ -165,7 +165,7 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
 
         Args:
             max_norm: the largest norm allowed.
-            norm_type: of the p-norm; ``float("inf")`` for the largest element.
+            norm_type: the p of the p-norm; ``float("inf")`` for the largest magnitude.
 
         Returns:
             The norm before clipping, a 0-dim tensor; -1 if the gradients overflowed. Does not read the device.
@@ -179,17 +179,17 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
         """Update the masters and round them into the model, or skip if a gradient was inf or NaN.
 
         Args:
-            closure: for optimizers that evaluate the loss themselves. It calls ``zero_grad()`` and ``backward(loss)``
-                on this object and returns the loss. When its gradients overflow under a dynamic scale it is run again
-                at the lowered scale, 64 times at most.
-            **kwargs: handed to the wrapped optimizer.
+            closure: a function for optimizers that evaluate the loss. It calls ``zero_grad()`` and ``backward(loss)``
+                on this object and returns the loss. If its gradients overflow under a dynamic scale, it runs again at
+                the lowered scale, 64 times at most.
+            **kwargs: arguments for the wrapped optimizer.
 
         Returns:
-            What the wrapped optimizer returns, None if the step was skipped.
+            The result of the wrapped optimizer; None if the step was skipped.
 
         Raises:
-            UsageError: if the closure overflows at every scale, or under a static scale after the optimizer has begun
-                to move the weights.
+            UsageError: if the closure overflows at every scale, or under a static scale after the optimizer has already
+                changed weights.
         """
         if closure is None:
             self._settle()
@@ -199,11 +199,11 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
         self._stepped = True
         return result
 
-    # ---- what scripts look at
+    # ---- attributes that scripts read
 
     @property
     def overflow(self) -> bool:
-        """Whether a pass since the last step overflowed; until the next pass, what held for that step.
+        """True if a pass since the last step overflowed; after a step, the value for this step until the next pass.
 
         Reads the device.
         """
@@ -211,7 +211,7 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
 
     @property
     def loss_scale(self) -> float:
-        """The present loss scale; set it to a finite number above zero. Reads the device."""
+        """The current loss scale; set it to a finite number above zero. Reads the device."""
         return self.loss_scaler.loss_scale
 
     @loss_scale.setter
@@ -220,11 +220,11 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
         self.loss_scaler.cur_scale = as_number("loss_scale", value)
 
     def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
-        """The gradients of the masters, in the shapes of the model's parameters.
+        """Return the gradients of the masters, in the shapes of the model's parameters. Reads the device.
 
         Returns:
-            A list for each group with the fp32 gradient of each parameter, None where it has none; None altogether if
-            the gradients overflowed, for they mean nothing then. Reads the device.
+            A list per group with the fp32 gradient of each parameter, or None for a parameter without a gradient. If
+            the gradients overflowed they are meaningless, and the result is None.
         """
         self._settle()
         if self.overflow:
@@ -239,9 +239,9 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale, masters and the wrapped optimizer's state: numbers, lists, dicts and tensors only.
+        """Return the scale, masters and wrapped optimizer's state as numbers, lists, dicts and tensors only.
 
-        The keys are Apex's. ``torch.load(path, weights_only=True)`` reads it back.
+        The keys are Apex's. ``torch.load(path, weights_only=True)`` reads the saved dict.
         """
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
@@ -253,17 +253,17 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, or what Apex's FP16_Optimizer had saved.
+        """Load a state dict of this class or of Apex's FP16_Optimizer.
 
-        The masters are rounded into the model, so it does not matter whether the model is loaded before or not at
-        all. Whether the scale is static or dynamic, and its window and factor, stay as constructed; a saved scale of
-        the other kind is left aside and logged as a warning.
+        The masters are rounded into the model, so you need not load the model. The kind of the scale, static or
+        dynamic, does not change, nor do its window and factor. A saved scale of the other kind is ignored with a logged
+        warning.
 
         Args:
             state_dict: the saved dict.
 
         Raises:
-            ArgumentValueError: if it does not fit this optimizer. Nothing has been changed then.
+            ArgumentValueError: if the state does not fit this optimizer. Nothing is changed.
         """
         if not isinstance(state_dict, Mapping):
             raise ArgumentTypeError(
@@ -318,9 +318,9 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
         """Unscale gradients that are still scaled.
 
         Args:
-            scale: 0-dim tensor that they are multiplied by.
-            found_inf: 0-dim float32 tensor, set to 1.0 if one is not finite.
-            moves: whether the loss scale moves by it.
+            scale: the scale of the gradients, a 0-dim tensor.
+            found_inf: 0-dim float32 tensor, set to 1.0 if a gradient is not finite.
+            moves: update the loss scale by ``found_inf``.
         """
         window = self._attached.window
         window.finish(scale, found_inf)

@@ -1,4 +1,4 @@
-"""Master parameters by hand: make them, bring gradients over, bring updated weights back.
+"""Manual master parameters: create them, copy gradients to them, and copy updated weights back.
 
 ::
 
@@ -10,7 +10,7 @@
     optimizer.step()
     master_params_to_model_params(model_params, master_params)
 
-``FP16_Optimizer`` does all of it, and loss scaling.
+``FP16_Optimizer`` does all of this, and also scales the loss.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ clip_grad_norm = torch.nn.utils.clip_grad_norm_
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
-    """The trainable parameters of a model and fp32 copies of them.
+    """Return the trainable parameters of a model and fp32 copies of these parameters.
 
     Args:
-        model: with parameters of any dtypes.
-        flat_master: keep all copies in one 1-dim tensor, in the order of ``model.parameters()``. All parameters must
-            have one dtype and one device then.
+        model: a model with parameters of any dtypes.
+        flat_master: keep all copies in one 1-dim tensor, in the order of ``model.parameters()``. This requires that all
+            parameters have one dtype and one device.
 
     Returns:
         ``(model_params, master_params)``. The masters are fp32 and require grad, one for each parameter with its
@@ -67,10 +67,10 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 def model_grads_to_master_grads(
     model_params: Sequence[torch.Tensor], master_params: Sequence[torch.Tensor], flat_master: bool = False
 ) -> None:
-    """Copy the model's gradients to the masters, overwriting what they had; scaled gradients stay scaled.
+    """Copy the model's gradients over the masters' gradients; scaled gradients stay scaled.
 
-    Where a parameter has no gradient its master gets None, and its piece of a flat master zeros. If no parameter has
-    one, the gradient of a flat master is None too.
+    If a parameter has no gradient, its master's gradient becomes None, or zeros in a flat master. If no parameter has a
+    gradient, the gradient of a flat master also becomes None.
 
     Args:
         model_params: from ``prep_param_lists``.
@@ -109,7 +109,7 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> float:
-    """The number in a one-element tensor, or the first item of a sequence."""
+    """Return the number in a one-element tensor, or the first item of a sequence."""
     return t.item() if hasattr(t, "item") else t[0]  # type: ignore[no-any-return]
 
 
@@ -117,7 +117,7 @@ _Rows = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 def _rows(model_params: Sequence[torch.Tensor], master_params: Sequence[torch.Tensor]) -> _Rows:
-    """The model's gradients and, for each, the gradient of its master, made where there is none."""
+    """Return the model's gradients and the masters' gradients, creating gradients that do not exist yet."""
     _check_lengths(model_params, master_params)
     grads, targets = [], []
     for param, master in zip(model_params, master_params, strict=True):
@@ -132,7 +132,7 @@ def _rows(model_params: Sequence[torch.Tensor], master_params: Sequence[torch.Te
 
 
 def _flat_rows(model_params: Sequence[torch.Tensor], master_params: Sequence[torch.Tensor]) -> _Rows:
-    """The model's gradients and the pieces of the flat gradient they go to; pieces without one become zeros."""
+    """Return the model's gradients and their pieces of the flat gradient; other pieces become zeros."""
     flat = _only(master_params)
     if all(param.grad is None for param in model_params):
         flat.grad = None
@@ -150,7 +150,7 @@ def _flat_rows(model_params: Sequence[torch.Tensor], master_params: Sequence[tor
 
 
 def _views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of consecutive pieces of a 1-dim tensor, in the shapes of ``like``."""
+    """Return views of consecutive pieces of a 1-dim tensor, in the shapes of ``like``."""
     expected = sum(tensor.numel() for tensor in like)
     if flat.numel() != expected:
         raise ArgumentValueError(

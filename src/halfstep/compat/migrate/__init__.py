@@ -1,1 +1,1 @@
-"""Rewriting Apex scripts for halfstep or for torch: the names, and the codemods."""
+"""Codemods that rewrite Apex scripts for halfstep or torch, and the table of names."""

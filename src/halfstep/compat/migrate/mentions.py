@@ -1,4 +1,4 @@
-"""The places where a file speaks of Apex without importing it: comments, strings, and its name as a string."""
+"""The places where a file mentions Apex without an import: comments, strings, and the module name as a string."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ASKING = ("find_spec", "find_loader", "import_module", "importorskip", "__impor
 
 
 def mentions(source: str) -> list[Problem]:
-    """The lines of comments and strings that have the word, and what stands there."""
+    """Return the lines of comments and strings that mention Apex, with their text."""
     found: dict[int, str] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in _TEXTS and _WORD.search(token.string):
@@ -30,7 +30,7 @@ def mentions(source: str) -> list[Problem]:
 
 
 def asked_by_string(source: str) -> list[Problem]:
-    """Calls such as ``find_spec("apex")``, which no rewriting of names reaches."""
+    """Return calls such as ``find_spec("apex")``, which a rewrite of names does not change."""
     return [
         (node.lineno, f"{ast.unparse(node)} asks for Apex by a string; change it yourself")
         for node in ast.walk(ast.parse(source))

@@ -1,4 +1,4 @@
-"""The place that each name of Apex has in halfstep."""
+"""The name in halfstep of each name of Apex."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 Problem = tuple[int, str]
-"""A line number and what could not be done there."""
+"""A line number, and a change that the codemod could not make there."""
 
 EXTENSIONS = ("amp_C", "apex_C", "syncbn")
 
@@ -45,10 +45,10 @@ MODULES = {
     "apex_C": "halfstep.apex.apex_C",
     "syncbn": "halfstep.apex.syncbn",
 }
-"""A module of Apex -> the one that has its names; a module below one of these is below its counterpart.
+"""Modules of Apex -> modules of halfstep with the same names; submodules map to submodules.
 
-Each name means the object that ``halfstep run`` gives it, except for ``initialize`` and ``init``: their float16 is
-written out.
+Each name maps to the same object as under ``halfstep run``, except for ``initialize`` and ``init``: the codemod adds
+``float16`` to their arguments.
 """
 
 _KEPT_AS_MODULES = {"apex.parallel.LARC": "halfstep.apex.parallel"}
@@ -56,14 +56,14 @@ _KEPT_AS_MODULES = {"apex.parallel.LARC": "halfstep.apex.parallel"}
 
 
 def is_apex(name: str) -> bool:
-    """True if a dotted name begins with Apex or one of its extensions."""
+    """True if a dotted name begins with Apex or an extension of Apex."""
     return name.partition(".")[0] in ("apex", *EXTENSIONS)
 
 
 def moved(name: str) -> str:
-    """The dotted name in halfstep of a module, or of something in a module, of Apex.
+    """Return the dotted name in halfstep of a module of Apex, or of an attribute of a module.
 
-    ``apex.amp.initialize`` -> ``halfstep.amp.initialize``. Names that only old scripts know are in ``halfstep.apex``.
+    ``apex.amp.initialize`` -> ``halfstep.amp.initialize``. Names that only old scripts use are in ``halfstep.apex``.
     """
     new, old = _moved(name), f"halfstep.{name}"
     return old if name.startswith("apex.") and not resolves(new) and resolves(old) else new
@@ -80,7 +80,7 @@ def _moved(name: str) -> str:
 
 
 def moved_import(module: str, name: str) -> tuple[str, str]:
-    """The new form of ``from module import name``: the module and the name to import from it."""
+    """Return the module and the name that replace ``from module import name``."""
     if f"{module}.{name}" in _KEPT_AS_MODULES:
         return _KEPT_AS_MODULES[f"{module}.{name}"], name
     if f"{module}.{name}" in MODULES and (module, name) != ("apex.amp", "_amp_state"):
@@ -91,24 +91,24 @@ def moved_import(module: str, name: str) -> tuple[str, str]:
 
 
 def moved_use(name: str) -> str:
-    """The dotted name in halfstep of an expression; ``_amp_state``, a module in Apex, is always the object here."""
+    """Return the dotted name in halfstep of an expression; ``_amp_state`` means the object, not Apex's module."""
     state = "apex.amp._amp_state"
     return f"halfstep.amp._amp_state{name.removeprefix(state)}" if f"{name}.".startswith(f"{state}.") else moved(name)
 
 
 def module_of(name: str) -> str:
-    """The module that a dotted name of halfstep is in, or is."""
+    """Return the module of a dotted name of halfstep, which may be the name itself."""
     return _find(name)[0]
 
 
 def resolves(name: str) -> bool:
-    """True if a dotted name of halfstep would be found."""
+    """True if a dotted name of halfstep exists."""
     return _find(name)[1]
 
 
 @functools.cache
 def exists(module: str, name: str | None = None) -> bool:
-    """True if halfstep has a module and, if a name is given, that name can be imported from it."""
+    """True if halfstep has a module, and ``name``, if given, can be imported from it."""
     if not _is_module(module) or name in (None, "*"):
         return _is_module(module)
     return _get(importlib.import_module(module), str(name)) is not _NOTHING or _is_module(f"{module}.{name}")
@@ -134,7 +134,7 @@ _NOTHING = object()
 def _get(value: object, name: str) -> object:
     try:
         return getattr(value, name, _NOTHING)
-    except ImportError:  # a name that is refused by a message
+    except ImportError:  # halfstep refuses the name with a message
         return _NOTHING
 
 
@@ -146,7 +146,7 @@ def _is_module(name: str) -> bool:
 
 
 def _has(value: object, names: list[str]) -> bool:
-    """True if a module or class has a name. What another object has is not known: it counts as there."""
+    """True if a module or class has an attribute. True for any other object, whose attributes are unknown."""
     for name in names:
         if not isinstance(value, (ModuleType, type)):
             return True

@@ -1,6 +1,6 @@
-"""The expressions of a file that mean something of a package: its imports, and the uses of what they bind.
+"""The uses of a package in a file: its imports, and the expressions with names that the imports bind.
 
-Plain ``ast``: a syntax tree that keeps comments takes a hundred times as long to read.
+It uses ``ast``, because parsing to a syntax tree with comments takes a hundred times as long.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _Comprehension = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 @dataclass
 class Use:
-    """An expression that means something of the package.
+    """An expression that refers to the package.
 
     Attributes:
-        name: its meaning, such as "apex.amp.initialize".
-        text: how it is written, "amp.initialize".
+        name: the full name, such as "apex.amp.initialize".
+        text: the expression as written, such as "amp.initialize".
         node: the expression.
     """
 
@@ -35,9 +35,9 @@ class Names:
     """The uses of a package in a file.
 
     Attributes:
-        imports: the statements that import from it.
+        imports: the statements that import from the package.
         uses: the expressions, in the order of the text.
-        rebound: places where a name that was imported from it is bound to something else.
+        rebound: the places that rebind a name imported from the package.
     """
 
     imports: list[ast.Import | ast.ImportFrom] = field(default_factory=list)
@@ -46,14 +46,14 @@ class Names:
 
 
 def names_of(tree: ast.Module, packages: Sequence[str]) -> Names:
-    """The uses in a file of packages with these names."""
+    """Find the uses of packages in a file."""
     reader = _Reader(packages)
     reader.read(tree)
     return reader.found
 
 
 def dotted_text(node: ast.expr) -> str | None:
-    """``a.b.c`` as a string; None for anything else."""
+    """Return ``a.b.c`` as a string; None for any other expression."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -62,7 +62,7 @@ def dotted_text(node: ast.expr) -> str | None:
 
 
 def loose_names(tree: ast.Module, names: Names, roots: set[str]) -> list[tuple[int, str]]:
-    """Lines, and names among ``roots`` that are read there without an import of the package that binds them."""
+    """Return the lines that read a name in ``roots`` without an import of the package, with the names."""
     bound = {id(_root(use.node)) for use in names.uses}
     return [
         (node.lineno, node.id)
@@ -81,14 +81,14 @@ class _Reader(ast.NodeVisitor):
     def __init__(self, packages: Sequence[str]) -> None:
         self.found = Names()
         self._packages = packages
-        self._scopes: list[dict[str, str | None]] = []  # name -> what it means; None for something else
+        self._scopes: list[dict[str, str | None]] = []  # name -> full name; None for a name outside the package
 
     def read(self, tree: ast.Module) -> None:
         self._scopes.append({**self._bound(tree.body), **self._globals(tree)})
         self.generic_visit(tree)
 
     def _globals(self, tree: ast.Module) -> dict[str, str | None]:
-        """The names that functions import into the module, by ``global``."""
+        """Return the names that functions import into the module by ``global``."""
         functions = [node for node in ast.walk(tree) if isinstance(node, _Function)]
         found: dict[str, str | None] = {}
         for function in functions:
@@ -149,7 +149,7 @@ class _Reader(ast.NodeVisitor):
             self.found.uses.append(Use(meant + dot + rest, text, node))
 
     def _bound(self, body: Sequence[ast.stmt]) -> dict[str, str | None]:
-        """The names that statements bind; an import counts for more than anything else."""
+        """Return the names that statements bind; an import takes precedence over other bindings."""
         found: dict[str, str | None] = {}
         outside: set[str] = set()
         for node in _of_one_scope(body):
@@ -180,7 +180,7 @@ class _Reader(ast.NodeVisitor):
 
 
 def _of_one_scope(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
-    """All nodes but those inside of inner functions, classes and comprehensions."""
+    """Yield all nodes outside inner functions, classes and comprehensions."""
     stack: list[ast.AST] = [*body]
     while stack:
         node = stack.pop()

@@ -1,4 +1,4 @@
-"""Changes to a text at places that a syntax tree names; the rest of the text does not change by a letter."""
+"""Changes to a text at the positions of syntax nodes, which leave all other text unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Text"]
 
 
 class Text:
-    """A source text with changes that are made all at once.
+    """A source text with changes that are applied together.
 
     Args:
         source: the text.
@@ -21,31 +21,31 @@ class Text:
         self._changes: list[tuple[int, int, bytes]] = []
 
     def start(self, node: ast.expr | ast.stmt | ast.alias | ast.keyword) -> int:
-        """The position at which a node begins."""
+        """Return the position at which a node begins."""
         return self._lines[node.lineno - 1] + node.col_offset
 
     def end(self, node: ast.expr | ast.stmt | ast.alias | ast.keyword) -> int:
-        """The position at which a node ends."""
+        """Return the position at which a node ends."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return self._lines[node.end_lineno - 1] + node.end_col_offset
 
     def line_start(self, at: int) -> int:
-        """The position at which the line of a position begins."""
+        """Return the start of the line that contains a position."""
         return self.bytes.rfind(b"\n", 0, at) + 1
 
     def line_end(self, at: int) -> int:
-        """The position at which the line of a position ends, before its line break."""
+        """Return the end of the line that contains a position, before the line break."""
         end = self.bytes.find(b"\n", at)
         end = len(self.bytes) if end < 0 else end
         return end - 1 if self.bytes[end - 1 : end] == b"\r" and end > at else end
 
     def change(self, start: int, end: int, new: str) -> None:
-        """Have other text between two places."""
+        """Replace the text between two positions."""
         self._changes.append((start, end, new.encode()))
 
     def add_argument(self, call: ast.Call, new: str) -> None:
-        """Add an argument to a call, laid out as the one before it."""
+        """Add an argument to a call, with the layout of the previous argument."""
         close = self.end(call) - 1
         arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
         if not arguments:
@@ -54,7 +54,7 @@ class Text:
         last = max(arguments, key=self.end)
         end = self.end(last)
         while (match := re.compile(rb"\s*\)").match(self.bytes, end)) and match.end() <= close:
-            end = match.end()  # parentheses of its own
+            end = match.end()  # include the argument's parentheses
         comma = re.compile(rb"\s*,").match(self.bytes, end)
         start = self.start(last)
         indent = self.bytes[self.line_start(start) : start].decode()
@@ -68,11 +68,11 @@ class Text:
         self.change(at, at, f"\n{indent}{new}{',' if comma else ''}")
 
     def drop(self, start: int, end: int) -> None:
-        """Forget the changes between two places."""
+        """Discard the changes between two positions."""
         self._changes = [change for change in self._changes if not start <= change[0] < end]
 
     def result(self) -> str:
-        """The text with all changes made; those inside of a part that is replaced are not."""
+        """Apply all changes except changes in replaced parts, and return the text."""
         parts, at = [], 0
         for start, end, new in sorted(self._changes, key=lambda change: change[:2]):
             if start < at:

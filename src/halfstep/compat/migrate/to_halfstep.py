@@ -1,4 +1,4 @@
-"""Names of Apex become names of halfstep; the rest of a file does not change by a letter."""
+"""The codemod that replaces names of Apex by names of halfstep and leaves the rest of a file unchanged."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _IN_FLOAT16 = ("apex.amp.initialize", "apex.amp.init")
 _IN_BFLOAT16 = ("O4", "O5")
 _HANDS_ON = (ast.Assign, ast.Call, ast.keyword, ast.Return, ast.Dict, ast.List, ast.Tuple)
 _ASKING = ("getattr", "hasattr", "id", "print", "str", "type")
-"""Functions that keep nothing of what they are given."""
+"""Functions that keep no reference to their arguments."""
 
 
 def to_halfstep(source: str) -> tuple[str, list[Problem]]:
-    """The new text, and the places that were not changed, with the reasons.
+    """Rewrite a text, and return the new text and the places that could not be changed, with reasons.
 
     Raises:
-        SyntaxError: if the text is no Python.
+        SyntaxError: if the text is not valid Python.
     """
     tree = ast.parse(source)
     names = names_of(tree, _PACKAGES)
@@ -46,9 +46,9 @@ class _Rewriting:
         self.text = Text(source)
         self.problems: list[Problem] = []
         self._names = names
-        self._modules: set[str] = set()  # what the expressions that begin with ``apex`` need
-        self._old: set[str] = set()  # what is to be imported from ``halfstep.apex``, for a name that only that has
-        self._kept = False  # whether one of them stays as it is
+        self._modules: set[str] = set()  # modules that expressions beginning with ``apex`` need
+        self._old: set[str] = set()  # imports from ``halfstep.apex``, for names that only this module has
+        self._kept = False  # True if an ``apex`` expression is not changed
 
     def run(self, tree: ast.Module) -> None:
         """Collect the changes."""
@@ -79,7 +79,7 @@ class _Rewriting:
                     self._problem(call, "the end of this call cannot be located")
 
     def _held(self, tree: ast.Module) -> set[str]:
-        """The attributes that hold amp, by ``self.amp = amp``; where else amp is handed on is a problem."""
+        """Return attributes that hold amp, such as ``self.amp = amp``; report other references to amp as problems."""
         parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
         held: set[str] = set()
         for use in self._names.uses:
@@ -99,8 +99,8 @@ class _Rewriting:
         if root == meant == "apex":
             self._whole_name(use)
             return
-        new = moved_use(meant) + use.name[len(meant) :]  # by an import that is rewritten
-        if resolves(new) or not resolves(moved_use(meant)):  # or has been told of
+        new = moved_use(meant) + use.name[len(meant) :]  # by a rewritten import
+        if resolves(new) or not resolves(moved_use(meant)):  # or is already reported
             return
         if resolves(f"halfstep.{use.name}"):
             self._old.add(meant)
@@ -108,7 +108,7 @@ class _Rewriting:
             self._problem(use.node, f"{use.name}: halfstep has no {new.removeprefix('halfstep.')}")
 
     def _whole_name(self, use: Use) -> None:
-        """``apex.amp.initialize``, written out."""
+        """Rewrite an expression with a full name, such as ``apex.amp.initialize``."""
         new = moved_use(use.name)
         start, end = self.text.start(use.node), self.text.end(use.node)
         located = self.text.bytes[start:end] == use.text.encode()  # not in an f-string, before Python 3.12
@@ -171,13 +171,13 @@ class _Rewriting:
                 continue
             bound = alias.asname or (alias.name if alias.name in EXTENSIONS else None)
             text = new if bound is None else f"{new} as {bound}"
-            if bound is None and not bare:  # the first one brings what only Apex's own __init__ brought
+            if bound is None and not bare:  # the first import adds modules that Apex's __init__ imported
                 text, missing = ", ".join([text, *missing]), []
             self.text.change(start, end, text)
         return missing
 
     def _float16(self, call: ast.Call) -> None:
-        """``amp.initialize(...)`` meant float16, on every device."""
+        """Add float16 to ``amp.initialize(...)``, because Apex used it on every device."""
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         level = given.get("opt_level")
         if "dtype" in given or (isinstance(level, ast.Constant) and level.value in _IN_BFLOAT16):
@@ -199,12 +199,12 @@ def _binds_apex(node: ast.Import) -> bool:
 
 
 def _unresolved(after: str, tree: ast.Module, before: Names) -> list[Problem]:
-    """The names in a text that would not be found when it runs.
+    """Return the names in a rewritten text that would be undefined when it runs.
 
     Args:
-        after: the text.
-        tree: what it was rewritten from.
-        before: the names of that.
+        after: the rewritten text.
+        tree: the syntax tree of the original text.
+        before: the names of the original text.
     """
     new = ast.parse(after)
     names = names_of(new, ("halfstep", *_PACKAGES))
@@ -216,7 +216,7 @@ def _unresolved(after: str, tree: ast.Module, before: Names) -> list[Problem]:
                 gone.append((node.lineno, f"{module}.{name}" if name else module))
     roots = {use.text.partition(".")[0] for use in before.uses} | {"halfstep"}
     loose, same = loose_names(new, names, roots), loose_names(tree, before, roots)
-    if len(loose) > len(same):  # a parameter of the same name is loose in both
+    if len(loose) > len(same):  # a parameter of the same name is unbound in both texts
         gone += loose
     return [(line, f"not rewritten: {name} would not be found") for line, name in gone]
 

@@ -1,8 +1,8 @@
-"""``apex.multi_tensor_apply`` and ``amp_C``: the multi-tensor operations under the names and arguments Apex gave them.
+"""``apex.multi_tensor_apply`` and ``amp_C``: the multi-tensor operations with Apex's names and arguments.
 
-Each takes ``(chunk_size, noop_flag, tensor_lists, *args)``. ``chunk_size`` is accepted and not needed. ``noop_flag`` is
-a tensor with one element: operations that check set it to 1 if they read inf or NaN, operations that obey change
-nothing where it is not 0. Nothing is read back from the device. Lists may mix dtypes.
+Each operation takes ``(chunk_size, noop_flag, tensor_lists, *args)``. ``chunk_size`` has no effect. ``noop_flag`` is a
+tensor with one element: operations documented as "Checks" set it to 1 if they read inf or NaN, operations documented as
+"Obeys" change nothing if it is not 0. No operation reads the device. Lists may mix dtypes.
 """
 
 from .basic import *  # noqa: F403

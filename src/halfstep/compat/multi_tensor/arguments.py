@@ -1,4 +1,4 @@
-"""Checks of the arguments that all of these operations take: lists of tensors, a flag, and numbers."""
+"""Checks of the arguments that all operations share: lists of tensors, a flag, and numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Lists = Sequence[Sequence[torch.Tensor]]
 
 
 class Flag:
-    """A ``found_inf`` for the block, brought into Apex's integer flag when it ends."""
+    """A block with a ``found_inf`` that its end writes to Apex's integer flag."""
 
     def __init__(self, noop_flag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         self._flag = noop_flag
@@ -31,7 +31,7 @@ class Flag:
 
 
 def take(lists: Lists, *counts: int) -> list[list[torch.Tensor]]:
-    """The lists of an operation that takes so many of them, of one length."""
+    """Check the count and the lengths of an operation's lists, and return them."""
     if len(lists) not in counts:
         wanted = " or ".join(map(str, counts))
         raise ArgumentTypeError(f"This operation takes {wanted} lists of tensors, not {len(lists)}.")
@@ -41,12 +41,12 @@ def take(lists: Lists, *counts: int) -> list[list[torch.Tensor]]:
 
 
 def skip_of(flag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A flag of Apex as the kernels read it, where the tensors are."""
+    """Convert Apex's flag to a flag for the kernels, on the device of the tensors."""
     return flag.to(tensors[0].device if tensors else flag.device, torch.float32).reshape(())
 
 
 def as_float64(number: Number) -> torch.Tensor:
-    """A number, or a tensor of one element, as a 0-dim float64 tensor."""
+    """Convert a number or a tensor of one element to a 0-dim float64 tensor."""
     device = getattr(number, "device", torch.device("cpu"))
     return torch.as_tensor(number, dtype=scalar_dtype(device), device=device).reshape(())
 

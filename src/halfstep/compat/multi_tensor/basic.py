@@ -26,10 +26,10 @@ __all__ = [
 
 
 class MultiTensorApply:
-    """Calls an operation with a chunk size, as ``multi_tensor_applier(op, noop_flag, lists, *args)``.
+    """A caller of operations with a chunk size: ``multi_tensor_applier(op, noop_flag, lists, *args)``.
 
     Args:
-        chunk_size: handed on.
+        chunk_size: the first argument of operations.
     """
 
     available = True
@@ -39,16 +39,16 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def __call__(self, op: Callable[..., Any], noop_flag_buffer: torch.Tensor, tensor_lists: Lists, *args: Any) -> Any:
-        """``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``."""
+        """Call ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)
-"""The one that scripts import."""
+"""The instance that scripts import."""
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, lists: Lists, scale: Number) -> None:
-    """``out = in * scale`` for lists ``[in, out]``. Checks."""
+    """Compute ``out = in * scale`` for lists ``[in, out]``. Checks."""
     sources, targets = take(lists, 2)
     with Flag(noop_flag, sources) as found:
         ops.scale(sources, targets, scale, found)
@@ -57,7 +57,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, lists: Lists, s
 def multi_tensor_axpby(
     chunk_size: int, noop_flag: torch.Tensor, lists: Lists, a: Number, b: Number, arg_to_check: int = -1
 ) -> None:
-    """``out = a x + b y`` for lists ``[x, y, out]``. Checks x (0), y (1) or both (-1)."""
+    """Compute ``out = a x + b y`` for lists ``[x, y, out]``. Checks x (0), y (1) or both (-1)."""
     xs, ys, targets = take(lists, 3)
     if arg_to_check not in (-1, 0, 1):
         raise ArgumentValueError(f"arg_to_check={arg_to_check!r} must be 0 (x), 1 (y) or -1 (both).")
@@ -65,14 +65,14 @@ def multi_tensor_axpby(
         if arg_to_check == -1:
             ops.axpby(a, xs, b, ys, targets, found)
         else:
-            ops.l2norm((xs, ys)[arg_to_check], found_inf=found)  # before the output, which may be one of them
+            ops.l2norm((xs, ys)[arg_to_check], found_inf=found)  # before the output, which may be x or y
             ops.axpby(a, xs, b, ys, targets)
 
 
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, lists: Lists, per_tensor: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 2-norm of ``lists[0]`` as one vector, float32 of shape [1], and of each tensor, [n] or empty. Checks."""
+    """Compute the 2-norm of ``lists[0]`` as one vector, float32 [1], and of each tensor, [n] or empty. Checks."""
     (tensors,) = take(lists, 1)
     with Flag(noop_flag, tensors) as found:
         norm, each = ops.l2norm(tensors, per_tensor=bool(per_tensor), found_inf=found)
@@ -82,7 +82,7 @@ def multi_tensor_l2norm(
 def multi_tensor_l2norm_mp(
     chunk_size: int, noop_flag: torch.Tensor, lists: Lists, per_tensor: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``multi_tensor_l2norm`` that obeys: zeros where the flag was set before."""
+    """Run ``multi_tensor_l2norm``, or return zeros if the flag is already set. Obeys."""
     before = noop_flag.clone()
     norms = multi_tensor_l2norm(chunk_size, noop_flag, lists, per_tensor)
     norm, each = (torch.where(before.to(n.device) != 0, 0.0, n) for n in norms)
@@ -92,7 +92,7 @@ def multi_tensor_l2norm_mp(
 def multi_tensor_l2norm_scale(
     chunk_size: int, noop_flag: torch.Tensor, lists: Lists, scale: Number, per_tensor: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``out = in * scale`` for lists ``[in, out]``, and the norms of ``out`` as ``multi_tensor_l2norm``. Checks."""
+    """Compute ``out = in * scale`` for lists ``[in, out]``, and norms of ``out`` as ``multi_tensor_l2norm``. Checks."""
     multi_tensor_scale(chunk_size, noop_flag, lists, scale)
     return multi_tensor_l2norm(chunk_size, noop_flag, [lists[1]], per_tensor)
 
@@ -104,7 +104,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norms of ``lists[0]`` times ``inv_scale``; the tensors stay as they are. Checks."""
+    """Compute the norms of ``lists[0]`` times ``inv_scale`` without changing the tensors. Checks."""
     norm, each = multi_tensor_l2norm(chunk_size, noop_flag, lists, per_tensor)
     factor = inv_scale.to(norm).abs().reshape(())
     return norm * factor, each * factor
@@ -121,17 +121,17 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> torch.Tensor:
-    """Move a loss scale in place, on its device; it backs off when ``hysteresis`` overflows are used up.
+    """Update a loss scale in place on its device; it shrinks after ``hysteresis`` overflows.
 
-    A finite step fills ``hysteresis_tracker`` up again. It is the rule of ``halfstep.scaling.DynamicLossScale`` with
-    ``sticky_backoff``, whose count of overflows is kept here as what is left.
+    A finite step resets ``hysteresis_tracker``. The rule is ``halfstep.scaling.DynamicLossScale`` with
+    ``sticky_backoff``; ``hysteresis_tracker`` counts the overflows that remain.
 
     Returns:
         ``current_scale``.
 
     Raises:
         ArgumentValueError: for a growth factor below 1, or a backoff factor that is not between 0 and 1. With a growth
-            factor of 1.0 the scale never grows, and finite steps are counted all the same.
+            factor of 1.0 the scale never grows, but finite steps are still counted.
     """
     allowed = max(hysteresis, 1)
     grows = growth_factor != 1.0

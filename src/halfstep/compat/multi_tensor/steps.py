@@ -55,7 +55,7 @@ def multi_tensor_sgd(
     scalars = sgd_scalars(group, 1.0 if first_run else 1.0 - dampening, scale)
     if momentum:
         if first_run:
-            scalars["old"] = 0.0  # whatever is in the buffer
+            scalars["old"] = 0.0  # ignore the contents of the buffer
         ops.run(momentum_sgd, scalars, skip=skip, grad=grads, param=params, momentum_buffer=buffers)
     else:
         ops.run(sgd, scalars, skip=skip, grad=grads, param=params)
@@ -92,14 +92,14 @@ def multi_tensor_adam(
 
 
 def multi_tensor_adam_capturable(chunk_size: int, noop_flag: torch.Tensor, lists: Lists, *numbers: Any) -> None:
-    """``multi_tensor_adam`` that multiplies the gradients by a last number first, and leaves them so. Obeys."""
+    """Multiply the gradients by the last number in place, then run ``multi_tensor_adam``. Obeys."""
     found = take(lists, 4)
     unscale(noop_flag, found[0], numbers[-1])
     multi_tensor_adam(chunk_size, noop_flag, found, *numbers[:-1])
 
 
 def multi_tensor_adam_capturable_master(chunk_size: int, noop_flag: torch.Tensor, lists: Lists, *numbers: Any) -> None:
-    """``multi_tensor_adam_capturable`` with a fifth list of fp32 masters, which the parameters follow. Obeys."""
+    """Run ``multi_tensor_adam_capturable`` on a fifth list of fp32 masters, and round them into parameters. Obeys."""
     grads, params, exp_avg, exp_avg_sq, masters = take(lists, 5)
     multi_tensor_adam_capturable(chunk_size, noop_flag, [grads, masters, exp_avg, exp_avg_sq], *numbers)
     ops.copy(masters, params)
@@ -137,7 +137,7 @@ def multi_tensor_novograd(
     moment_mode: int,
     norm_type: int,
 ) -> None:
-    """NovoGrad for lists ``[gradients, parameters, exp_avg]``; ``grad_norms``, [n], is moved on. Obeys.
+    """NovoGrad for lists ``[gradients, parameters, exp_avg]``; updates ``grad_norms``, [n]. Obeys.
 
     ``moment_mode`` 0 normalizes the gradient and decays before the first moment, 1 after it. ``norm_type`` is 2, or 0
     for the largest magnitude.
@@ -209,7 +209,7 @@ def multi_tensor_lamb(
 
 
 def multi_tensor_lamb_mp(chunk_size: int, noop_flag: torch.Tensor, lists: Lists, *numbers: Any) -> None:
-    """``multi_tensor_lamb`` with a flag and a factor for the gradients behind its numbers. Obeys both flags.
+    """Run ``multi_tensor_lamb`` with two last numbers, a flag and a factor for the gradients. Obeys both flags.
 
     A fifth list has 16-bit copies of the parameters.
     """
@@ -234,10 +234,10 @@ def multi_tensor_lamb_stage1_cuda(
     global_grad_norm: Number,
     max_global_grad_norm: float,
 ) -> None:
-    """The first half of LAMB for lists ``[gradients, parameters, exp_avg, exp_avg_sq, updates]``, the last written.
+    """Run the first half of LAMB for lists ``[gradients, parameters, exp_avg, exp_avg_sq, updates]``: write updates.
 
-    ``per_tensor_decay`` has shape [n]; ``step`` counts from 0; the gradients are clipped by their norm. Runs on
-    whatever the flag says, on any device.
+    ``per_tensor_decay`` has shape [n]; ``step`` counts from 0; the gradients are clipped by their norm. It ignores the
+    flag and runs on any device.
     """
     grads, params, exp_avg, exp_avg_sq, updates = take(lists, 5)
     norm = as_float64(global_grad_norm)
@@ -265,9 +265,10 @@ def multi_tensor_lamb_stage2_cuda(
     weight_decay: float,
     use_nvlamb: bool | None = None,
 ) -> None:
-    """The second half, for lists ``[parameters, updates]`` and their norms, each [n]: the step. As the first, always.
+    """Run the second half of LAMB, the step, for lists ``[parameters, updates]`` and their norms, each [n].
 
-    The rate is ``lr`` times the ratio of the norms where there is weight decay or ``use_nvlamb``, else ``lr``.
+    The rate is ``lr`` times the ratio of the norms with weight decay or ``use_nvlamb``, else ``lr``. It ignores the
+    flag.
     """
     params, updates = take(lists, 2)
     rate = trust_ratio(per_tensor_param_norm, per_tensor_update_norm) * lr

@@ -1,1 +1,1 @@
-"""Programs by Paddle's names: captured or built line by line, run, trained, written and read. Public in ``static``."""
+"""Programs under Paddle's names: capture or build, run, train, save and load. The public module is ``static``."""

@@ -1,4 +1,4 @@
-"""``static.amp``: mixed precision for captured programs, by the names of Paddle's."""
+"""``static.amp``: mixed precision for captured programs, under Paddle's names."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ _NEW = ("level", "dtype", "master_weight", "master_grad", "use_amp_guard")
 
 
 def fp16_guard() -> AbstractContextManager[Any]:
-    """Only what is captured inside may run in 16 bits, with ``decorate(use_pure_fp16=True, use_fp16_guard=True)``.
+    """Open a block whose ops may run in 16 bits under ``decorate(use_pure_fp16=True, use_fp16_guard=True)``.
 
-    Outside of ``static.capture`` it does nothing.
+    Ops outside the block then run in fp32. Outside ``static.capture`` the block has no effect.
     """
     return annotate({GUARD: True})
 
 
 class CustomOpLists:
-    """Ops that are to run in another precision than the lists say.
+    """Ops that run in another precision than the default lists choose.
 
     Args:
         custom_white_list: names of ops that run in 16 bits.
         custom_black_list: names of ops that run in fp32.
-        custom_black_varnames: what computes in fp32: names of values that were computed from ``static.data``, or of
-            nodes, as ``Program.explain`` shows them.
+        custom_black_varnames: names of values to compute in fp32: variables computed from ``static.data``, or nodes as
+            ``Program.explain`` names them.
         dtype: accepted; the lists of both 16-bit dtypes are the same.
 
     Raises:
-        ArgumentValueError: an unknown op, or one on both lists.
-        ArgumentTypeError: a list that is a bare string, or a name that is no string.
+        ArgumentValueError: for an unknown op, or an op on both lists.
+        ArgumentTypeError: if a list is a bare string, or a name is not a string.
     """
 
     def __init__(
@@ -73,37 +73,39 @@ _SWITCHES = _MAY_BE_NONE | {"master_grad", "use_amp_guard", "use_pure_fp16", "us
 def decorate(
     optimizer: torch.optim.Optimizer, amp_lists: CustomOpLists | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Let an optimizer train a captured program in mixed precision. Two signatures, told apart by their names.
+    """Let an optimizer train a captured program in mixed precision. There are two signatures.
 
-    The newer::
+    The newer signature::
 
         decorate(optimizer, amp_lists=None, level="O1", dtype="float16", master_weight=None, master_grad=False,
                  init_loss_scaling=2**16, incr_every_n_steps=2000, decr_every_n_nan_or_inf=1, incr_ratio=2.0,
                  decr_ratio=0.5, use_dynamic_loss_scaling=None, use_amp_guard=False, use_promote=False)
 
-    The older, recognized by ``use_pure_fp16``, ``use_fp16_guard``, ``use_bf16`` or a loss scale as third argument::
+    The older signature, recognized by ``use_pure_fp16``, ``use_fp16_guard``, ``use_bf16`` or a loss scale as third
+    argument::
 
         decorate(optimizer, amp_lists=None, init_loss_scaling=2**15, incr_every_n_steps=1000,
                  decr_every_n_nan_or_inf=2, incr_ratio=2.0, decr_ratio=0.8, use_dynamic_loss_scaling=True,
                  use_pure_fp16=False, use_fp16_guard=None, use_bf16=False, use_promote=False)
 
-    There ``use_fp16_guard`` is on with ``use_pure_fp16`` unless it is said.
+    In the older signature ``use_fp16_guard`` defaults to the value of ``use_pure_fp16``.
 
-    Both take ``emulate`` as ``amp.auto_cast`` does.
+    Both signatures take ``emulate``, as ``amp.auto_cast`` does.
 
     Args:
-        optimizer: over parameters of the captured model.
+        optimizer: an optimizer over parameters of the captured model.
         amp_lists: ``CustomOpLists``.
-        *args: of the signature.
-        **kwargs: of the signature. Losses are not scaled in bfloat16 unless ``use_dynamic_loss_scaling=True``.
-            ``master_grad`` changes nothing: the gradients of parameters with masters are fp32 anyway.
+        *args: positional arguments of either signature.
+        **kwargs: keyword arguments of either signature. In bfloat16 losses are scaled only with
+            ``use_dynamic_loss_scaling=True``. ``master_grad`` has no effect: parameters with masters always have fp32
+            gradients.
 
     Returns:
         A ``MixedPrecisionOptimizer``.
 
     Raises:
-        ArgumentTypeError: names of both signatures, or of none; a switch that is neither True nor False.
-        ArgumentValueError: a level, dtype or number that is not allowed.
+        ArgumentTypeError: for names of both signatures, a name of neither, or a switch that is neither True nor False.
+        ArgumentValueError: for an invalid level, dtype or number.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
@@ -182,9 +184,9 @@ class MixedPrecisionOptimizer(Trainer):
     """An optimizer that trains a captured program in mixed precision; ``decorate`` makes it.
 
     Attributes:
-        optimizer: the decorated one.
-        scaler: the loss scale, an ``amp.GradScaler``.
-        emulate: where 16-bit products run in fp32 kernels.
+        optimizer: the decorated optimizer.
+        scaler: the loss scaler, an ``amp.GradScaler``.
+        emulate: the devices on which 16-bit products run in fp32 kernels.
     """
 
     emulate: Emulate = "auto"
@@ -211,15 +213,15 @@ class MixedPrecisionOptimizer(Trainer):
         self._initialized = False
 
     def minimize(self, loss: Value | Variable, startup_program: Program | None = None) -> None:
-        """Cast the program of a loss, and train it from now on.
+        """Insert casts into the program of a loss, and train the program with this optimizer.
 
         Args:
-            loss: ``program.loss``, or what was computed from ``static.data``.
-            startup_program: accepted, without meaning here.
+            loss: ``program.loss``, or a value computed from ``static.data``.
+            startup_program: accepted without effect.
 
         Raises:
-            ArgumentTypeError: for something else.
-            ArgumentValueError: for a name in ``custom_black_varnames`` that the program does not have.
+            ArgumentTypeError: for any other loss.
+            ArgumentValueError: if ``custom_black_varnames`` has a name that the program does not have.
         """
         program, casting = loss_of(loss).program, None
         if self._level != "O0":
@@ -243,14 +245,14 @@ class MixedPrecisionOptimizer(Trainer):
         use_fp16_test: bool = False,
         rewrite_master_weight: bool = False,
     ) -> None:
-        """At O2, bring the parameters that the graph reads in 16 bits to 16 bits, with fp32 masters in the optimizer.
+        """Cast the parameters that the graph reads in 16 bits at O2, with fp32 masters in the optimizer.
 
         Args:
-            place: accepted; parameters stay where they are.
-            scope: accepted, without meaning here.
-            test_program: accepted, without meaning here: a program that is not trained runs the same graph.
-            use_fp16_test: likewise.
-            rewrite_master_weight: likewise: masters start from the fp32 parameters in any case.
+            place: accepted without effect; parameters stay on their device.
+            scope: accepted without effect.
+            test_program: accepted without effect: a test program runs the same graph.
+            use_fp16_test: accepted without effect.
+            rewrite_master_weight: accepted without effect: masters always start from the fp32 parameters.
 
         Raises:
             UsageError: before ``minimize``.
@@ -265,12 +267,12 @@ class MixedPrecisionOptimizer(Trainer):
                 param.data = param.data.to(self._half)
         attach(self.optimizer, masters=self._masters)
         self._initialized = True
-        from ...findings.checking import log_findings  # imported when asked for
+        from ...findings.checking import log_findings  # imported at first use
 
         log_findings([self._program.graph_module], [self.optimizer], scaling_is_known=False)
 
     def get_loss_scaling(self) -> float:
-        """The loss scale.
+        """Return the loss scale.
 
         Raises:
             UsageError: before ``minimize``.
@@ -285,15 +287,15 @@ class MixedPrecisionOptimizer(Trainer):
             self.amp_init()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the decorated optimizer, at O2 with its masters, and of the loss scale as ``"scaler"``."""
+        """Return the optimizer's state, at O2 with masters, and the loss scaler's state as ``"scaler"``."""
         return {**self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned; at O2 after ``amp_init``. Without ``"scaler"`` the loss scale stays.
+        """Load a state dict; at O2, call ``amp_init`` first. Without ``"scaler"`` the loss scale does not change.
 
         Raises:
-            ArgumentTypeError: if it is no mapping.
-            ArgumentValueError: if it has no ``state`` or ``param_groups``. Nothing is loaded then.
+            ArgumentTypeError: if the state dict is not a mapping.
+            ArgumentValueError: if it has no ``state`` or ``param_groups``. Nothing is loaded.
         """
         check_optimizer_state(self.optimizer, state_dict)
         self.optimizer.load_state_dict(dict(state_dict))

@@ -1,4 +1,4 @@
-"""The archive of ``torch.export`` that holds a program, written and read so that nothing in it is unpickled."""
+"""The ``torch.export`` archive of a program, written and read without pickle."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PLAIN = re.compile(
 
 @contextmanager
 def in_fp32(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let 16-bit parameters hold their masters, or themselves in fp32, inside."""
+    """Open a block in which 16-bit parameters hold their masters, or their own values in fp32."""
     half = {p: p.data for p in params if p.dtype in HALF_DTYPES}
     for param, data in half.items():
         master = master_of(param)
@@ -47,10 +47,10 @@ def in_fp32(params: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def write_archive(exported: torch.export.ExportedProgram, facts: Mapping[str, Any]) -> bytes:
-    """An archive with a program and a few facts, which are plain values.
+    """Write an archive with a program and a few facts, which are plain values.
 
     Raises:
-        UsageError: for a program with a tensor that torch.export can only pickle.
+        UsageError: if the program has a tensor that torch.export can only pickle.
     """
     archive = io.BytesIO()
     torch.export.save(exported, archive, extra_files={_FACTS: json.dumps(facts)})
@@ -62,15 +62,15 @@ def write_archive(exported: torch.export.ExportedProgram, facts: Mapping[str, An
 
 
 def read_archive(archive: bytes, name: str, writer: str) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
-    """The program and the facts in an archive.
+    """Read the program and the facts from an archive.
 
     Args:
         archive: the bytes that ``write_archive`` returned.
-        name: of the file, for the message.
-        writer: the function that wrote it, for the message.
+        name: the name of the file, for the message.
+        writer: the name of the function that wrote the file, for the message.
 
     Raises:
-        ArgumentValueError: for other bytes, and for an archive in which anything would have to be unpickled.
+        ArgumentValueError: for other bytes, and for an archive that would have to be unpickled.
     """
     try:
         found = _pickled(archive)
@@ -89,17 +89,17 @@ def read_archive(archive: bytes, name: str, writer: str) -> tuple[torch.export.E
 
 
 def _pickled(archive: bytes) -> str | None:
-    """The first entry of an archive that ``torch.export.load`` would unpickle, or None.
+    """Return the first entry of an archive that ``torch.export.load`` would unpickle, or None.
 
-    It unpickles tensors that are marked so, objects in files of other names, and files of before torch 2.8. The example
-    inputs it reads with ``weights_only=True``, and with False where that fails.
+    ``torch.export.load`` unpickles tensors that are marked as pickled, objects in files with other names, and files
+    from before torch 2.8. It reads example inputs with ``weights_only=True``, and with False if this fails.
     """
     reader = PT2ArchiveReader(io.BytesIO(archive))
     names = reader.get_file_names()
     for name in names:
         if not _PLAIN.fullmatch(name):
             return name
-    # Files of before torch 2.8 are read by way of zipfile, which must not see others than this reader.
+    # Torch reads files from before torch 2.8 by zipfile, which must not see other entries than this reader.
     with zipfile.ZipFile(io.BytesIO(archive)) as file:
         if sorted(name.partition("/")[2] for name in file.namelist()) != sorted(names):
             return "files that are hidden in it"

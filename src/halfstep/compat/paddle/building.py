@@ -1,4 +1,4 @@
-"""Programs that are built line by line, by the names of Paddle's: data, ops on it, and ``minimize``."""
+"""Programs that user code builds line by line, under Paddle's names: data, ops on data, and ``minimize``."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = [
 
 
 class _Current(threading.local):
-    """The programs that are being built in this thread."""
+    """The programs that this thread is building."""
 
     def __init__(self) -> None:
         self.main, self.startup = Program(), Program()
 
 
 class Scope:
-    """The holder of parameters in Paddle. It is empty here: parameters are the model's own."""
+    """A scope, which holds parameters in Paddle. It is empty here: the model holds its parameters."""
 
 
 _current = _Current()
@@ -42,16 +42,16 @@ _scope = Scope()
 
 
 def enable_static() -> None:
-    """Let ``static.data`` begin programs, and give every torch optimizer ``minimize(loss)``, until ``disable_static``.
+    """Enable ``static.data``, and give every torch optimizer a method ``minimize(loss)``, until ``disable_static``.
 
-    Models are built as before, and compute as before on tensors with numbers.
+    Model constructors do not change, and models compute on ordinary tensors as before.
     """
     _recording.on()
     torch.optim.Optimizer.minimize = _minimize  # type: ignore[attr-defined]
 
 
 def disable_static() -> None:
-    """Take back what ``enable_static`` did. Programs that were built run on."""
+    """Undo ``enable_static``. Existing programs continue to run."""
     if in_static_mode():
         _recording.off()
         del torch.optim.Optimizer.minimize  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def in_static_mode() -> bool:
 def _minimize(self: torch.optim.Optimizer, loss: Value | Variable, startup_program: Program | None = None) -> None:
     """Train the program of a loss with this optimizer, in fp32; ``static.amp.decorate`` is for 16 bits.
 
-    ``startup_program`` is accepted, without meaning here.
+    ``startup_program`` is accepted without effect.
     """
     loss_of(loss).program.minimize(self)
 
@@ -76,20 +76,20 @@ def data(
     dtype: torch.dtype | str = "float32",
     device: torch.device | str | None = None,
 ) -> Variable:
-    """An input of the program that is being built. Ops on it, and modules that are given it, are recorded.
+    """Create an input of the current program, which records ops on the input and modules that are called with it.
 
-    A program that ``minimize`` has ended begins anew with the next ``data``.
+    After ``minimize``, the next ``data`` starts the program again.
 
     Args:
-        name: under which it is fed.
-        shape: its sizes; None or -1 is any size.
-        dtype: as torch has it, or its name.
-        device: where the model is; None is torch's default device.
+        name: the name of the input in the feed.
+        shape: the sizes of the input; None or -1 means any size.
+        dtype: a torch dtype or its name.
+        device: the device of the model; None means torch's default device.
 
     Raises:
         UsageError: without ``enable_static()``.
-        ArgumentTypeError: for a name that is no text, or a shape that is no list of numbers.
-        ArgumentValueError: for a name that another input has, a size below -1, or a dtype that torch does not have.
+        ArgumentTypeError: if the name is not a string, or the shape is not a list of numbers.
+        ArgumentValueError: if another input has the name, a size is below -1, or torch does not have the dtype.
     """
     if not in_static_mode():
         raise UsageError("static.data needs static mode: call static.enable_static() first.")
@@ -111,25 +111,25 @@ def _dtype(given: torch.dtype | str) -> torch.dtype:
 
 
 def default_main_program() -> Program:
-    """The program that ``static.data`` adds to in this thread."""
+    """Return the program to which ``static.data`` adds inputs in this thread."""
     return _current.main
 
 
 def default_startup_program() -> Program:
-    """An empty program. ``exe.run`` of it does nothing: a model has the values of its parameters when it is made."""
+    """Return an empty program. ``exe.run`` on it does nothing, because models initialize their parameters."""
     return _current.startup
 
 
 @contextmanager
 def program_guard(main_program: Program, startup_program: Program | None = None) -> Iterator[None]:
-    """Have ``static.data`` add to another program inside.
+    """Open a block in which ``static.data`` adds to another program.
 
     Args:
-        main_program: ``static.Program()``, or one that is being built.
-        startup_program: the program that ``default_startup_program()`` gives inside.
+        main_program: a new ``static.Program()``, or a program under construction.
+        startup_program: the program that ``default_startup_program()`` returns in the block.
 
     Raises:
-        ArgumentTypeError: for something else than programs.
+        ArgumentTypeError: for arguments that are not programs.
     """
     check_kind("main_program", main_program, Program, "a static.Program")
     if startup_program is not None:
@@ -143,5 +143,5 @@ def program_guard(main_program: Program, startup_program: Program | None = None)
 
 
 def global_scope() -> Scope:
-    """A scope for ``amp_init(scope=)``."""
+    """Return a scope for ``amp_init(scope=)``."""
     return _scope

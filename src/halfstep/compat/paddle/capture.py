@@ -1,4 +1,4 @@
-"""A captured training program: a model and its loss as one graph, whose parameters are the model's own."""
+"""A captured training program: a model and its loss as one graph, which shares the model's parameters."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ __all__ = ["Program", "Trainer", "Value", "capture", "load", "loss_of"]
 
 @dataclass(frozen=True)
 class Value:
-    """A value that a program computes, to be fetched by an ``Executor``."""
+    """A value of a program, which an ``Executor`` can fetch."""
 
     program: Program
     name: str
 
 
 class Trainer:
-    """The optimizer and the loss scale that train a program: its training step.
+    """The training step of a program: an optimizer and a loss scaler.
 
     Attributes:
-        optimizer: over parameters of the program.
-        scaler: the loss scale; a disabled one for training in fp32.
+        optimizer: an optimizer over parameters of the program.
+        scaler: the loss scaler; disabled for training in fp32.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
         self.optimizer, self.scaler = optimizer, scaler
 
     def prepare(self) -> None:
-        """Get the parameters ready for the graph, before each run. A graph without casts takes them as they are."""
+        """Prepare the parameters for the graph before each run. A graph without casts needs no preparation."""
 
     def train(self, module: Callable[..., Any], feed: list[torch.Tensor]) -> tuple[Any, ...]:
-        """Take one step: forward, scaled backward, and an update unless it overflowed; returns the graph's outputs."""
+        """Run a step: forward, scaled backward, and an update without overflow; return the graph's outputs."""
         self.prepare()
         results: tuple[Any, ...] = module(*feed)
         self.scaler.scale(results[0]).backward()
@@ -75,17 +75,18 @@ class _ModelAndLoss(nn.Module):
 
 
 def capture(model: nn.Module, loss_fn: Callable[..., Any] | None, example_inputs: Sequence[torch.Tensor]) -> Program:
-    """Capture a model and its loss with ``torch.export``, in training IR and for any batch size it allows.
+    """Capture a model and its loss with ``torch.export``, in training IR and for any batch size that it allows.
 
     Args:
-        model: in training or evaluation mode, as it is to run; its parameters are those of the program.
-        loss_fn: called as ``loss_fn(*outputs, label)``, gives a scalar; None captures the model alone.
-        example_inputs: of the model's forward, followed by the label.
+        model: the model, in the training or evaluation mode of the program, which shares the model's parameters.
+        loss_fn: the loss function, which computes a scalar by ``loss_fn(*outputs, label)``; None captures the model
+            alone.
+        example_inputs: the inputs of the model's forward, followed by the label.
 
     Raises:
-        ArgumentTypeError: something else than tensors as inputs, a loss that cannot be called.
-        ArgumentValueError: more or fewer inputs than the model's forward takes, the label counted.
-        UsageError: where torch.export cannot capture it; the message says why.
+        ArgumentTypeError: if an input is not a tensor, or the loss function is not callable.
+        ArgumentValueError: if the count of inputs, including the label, does not fit the model's forward.
+        UsageError: if torch.export cannot capture the model; the message gives the reason.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
@@ -99,7 +100,7 @@ def capture(model: nn.Module, loss_fn: Callable[..., Any] | None, example_inputs
     dynamic = tuple({0: torch.export.Dim.AUTO} if x.dim() else None for x in inputs)
     wrapped = _ModelAndLoss(model, loss_fn)
     try:
-        with preserve_node_meta(), NO_CASTING:  # what an O1 session casts outside of its models is not captured
+        with preserve_node_meta(), NO_CASTING:  # do not capture casts of an O1 session outside its models
             exported = torch.export.export(wrapped, inputs, dynamic_shapes=(dynamic,), strict=False)
     except export_errors() as error:
         raise UsageError(f"torch.export cannot capture {type(model).__name__}: {error}") from error
@@ -107,7 +108,7 @@ def capture(model: nn.Module, loss_fn: Callable[..., Any] | None, example_inputs
 
 
 def _check_inputs(model: nn.Module, count: int, given: int) -> None:
-    """Check that the model's forward takes so many inputs; ``given`` counts the label, too."""
+    """Check that the model's forward takes ``count`` inputs; ``given`` also counts the label."""
     signature = inspect.signature(model.forward)
     try:
         signature.bind(*range(count))
@@ -130,15 +131,15 @@ def _feed_names(model: nn.Module, loss_fn: Any, count: int) -> list[str]:
 class Program:
     """A model and its loss as one graph.
 
-    ``Program()`` is empty: ``static.data`` in a ``program_guard`` gives it inputs, what is computed from them is
-    recorded, and ``minimize`` of a loss ends it.
+    ``Program()`` is empty: ``static.data`` in a ``program_guard`` adds inputs, the program records ops on them, and
+    ``minimize`` of a loss ends the recording.
 
     Attributes:
-        feed_names: of the inputs, in the order of the example inputs.
-        feed_shapes: those that ``static.data`` was given, by name; None is any size.
-        outputs: the model's outputs, to be fetched.
+        feed_names: the names of the inputs, in the order of the example inputs.
+        feed_shapes: the shapes given to ``static.data``, by name; None means any size.
+        outputs: the model's outputs, which can be fetched.
         casting: the graph with casts for a decorated optimizer, or None.
-        trainer: trains the program once an optimizer was told to ``minimize`` the loss, or None.
+        trainer: the training step after ``minimize``, or None.
     """
 
     def __init__(
@@ -150,9 +151,9 @@ class Program:
         self.casting: Casting | None = None
         self.trainer: Trainer | None = None
         self.tape = Tape(self) if exported is None else None
-        self._recorded = 0  # how many calls of the tape are in the graph
-        self._tapes = 1  # how many it has had, this one included
-        self._tests: tuple[Program, int] | None = None  # the program that this one tests, and its number of tapes
+        self._recorded = 0  # count of the tape's calls that are in the graph
+        self._tapes = 1  # count of tapes so far, including the current tape
+        self._tests: tuple[Program, int] | None = None  # for a test program, the tested program and its count of tapes
         self._read_graph(exported, feed_names, has_loss)
 
     def _read_graph(
@@ -160,7 +161,7 @@ class Program:
     ) -> None:
         self._exported, self._has_loss, self.feed_names = exported, has_loss, list(feed_names)
         self._modules: dict[tuple[Any, ...], Any] = {}
-        self._names: dict[str, str] = {}  # of variables -> of results and nodes
+        self._names: dict[str, str] = {}  # names of variables -> names of results and nodes
         self.feed_shapes: dict[str, tuple[int | None, ...]] = {}
         if exported is None:
             self.graph_module, self.outputs = fx.GraphModule(nn.Module(), fx.Graph()), []
@@ -172,10 +173,10 @@ class Program:
         self.outputs = [Value(self, name) for name in names]
 
     def new_tape(self) -> Tape:
-        """The tape that records; one that ``minimize`` has ended gives way to a new one, and the program begins anew.
+        """Return the recording tape. If ``minimize`` has ended the tape, start the program again with a new tape.
 
         Raises:
-            UsageError: for a program that was captured or loaded as a whole.
+            UsageError: if the program was captured or loaded as a whole.
         """
         if self._exported is not None and self._recorded == 0:
             raise UsageError("This program was captured as a whole. Build another in program_guard(static.Program()).")
@@ -186,10 +187,10 @@ class Program:
         return self.tape
 
     def capture_tape(self, loss: Variable | None = None) -> None:
-        """Make the graph of what was recorded; with a loss, that is the end of the tape.
+        """Capture the recorded calls as a graph; with a loss, end the tape.
 
         Raises:
-            UsageError: where torch.export cannot capture it.
+            UsageError: if torch.export cannot capture the calls.
         """
         assert self.tape is not None
         tape, has_loss = self.tape, loss is not None
@@ -215,17 +216,17 @@ class Program:
             tape.ended, self.tape = True, None
 
     def prepare(self) -> None:
-        """Make the graph of what was recorded since the last time; that of a test is the graph of what it tests."""
+        """Update the graph after new calls were recorded. A test program takes the graph of the tested program."""
         if self._tests is not None:
             self._follow(*self._tests)
         if self.tape is not None and len(self.tape) > self._recorded:
             self.capture_tape()
 
     def clone(self, for_test: bool = False) -> Program:
-        """This program as a test, as ``paddle.static.Program.clone(for_test=True)`` makes one.
+        """Create a test program of this program, as ``paddle.static.Program.clone(for_test=True)`` does.
 
-        Dropout does nothing in it, BatchNorm takes its running statistics, and it does not train. Parameters and casts
-        are those of this program, also where ``minimize`` comes later.
+        In the test program dropout has no effect, BatchNorm uses its running statistics, and nothing is trained. It
+        shares parameters and casts with this program, including the casts of a later ``minimize``.
 
         Args:
             for_test: True.
@@ -244,7 +245,7 @@ class Program:
         return test
 
     def _follow(self, tested: Program, tapes: int) -> None:
-        """Take the graph and the casts of the program that this one tests, unless it has begun anew since."""
+        """Take the graph and the casts of the tested program, unless user code has started this program again."""
         if tested._tapes == tapes:
             tested.prepare()
             if tested.trainer is not None:
@@ -258,7 +259,7 @@ class Program:
         """The loss.
 
         Raises:
-            UsageError: if the program was captured without one.
+            UsageError: if the program was captured without a loss.
         """
         if not self._has_loss:
             raise UsageError("This program was captured without a loss; give capture a loss_fn.")
@@ -274,20 +275,20 @@ class Program:
         return list(self.graph_module.parameters())
 
     def minimize(self, optimizer: torch.optim.Optimizer) -> None:
-        """Train with a torch optimizer, in fp32, from now on; ``static.amp.decorate`` is for 16 bits."""
+        """Train the program with a torch optimizer in fp32; see ``static.amp.decorate`` for 16 bits."""
         check_kind("minimize: optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         assert self.loss
         self.train_with(Trainer(optimizer, GradScaler(enable=False)))
 
     def train_with(self, trainer: Trainer, casting: Casting | None = None) -> None:
-        """Have a trainer take the steps from now on, in the graph with casts if there is one."""
+        """Train the program with a trainer, in the graph with casts if there is one."""
         if self._tests is not None:
             raise UsageError("This program is a test, by clone(for_test=True); minimize the loss of what it tests.")
         self.trainer, self.casting = trainer, casting
         self._modules.clear()
 
     def explain(self) -> str:
-        """A line for each op: its name, the dtypes it reads and gives, and the rule that decided; then the casts."""
+        """Return a line per op, with its name, the dtypes it reads and gives, and the deciding rule; then the casts."""
         if self.casting is None:
             return "No casts: nothing was decorated."
         rows = [("node", "op", "reads", "gives", "rule")]
@@ -297,10 +298,10 @@ class Program:
         return "\n".join([*lines, f"casts: {self.casting.casts_before} before, {self.casting.casts_after} after"])
 
     def module(self, fetched: Sequence[str] = (), compiled: bool = False) -> Any:
-        """The function that runs: it returns the loss, the outputs, and the values of the nodes named in ``fetched``.
+        """Return the function that runs the program and returns the loss, the outputs and the ``fetched`` nodes.
 
         Raises:
-            ArgumentValueError: for a name that no node has.
+            ArgumentValueError: if no node has a fetched name.
         """
         key = (tuple(fetched), compiled)
         if key not in self._modules:
@@ -310,12 +311,12 @@ class Program:
             if self._tests is not None:
                 evaluate(module.graph)
                 module.recompile()
-            # Its forward, since torch.compile warns of a module while static mode has hooks on all modules.
+            # Compile the forward: torch.compile warns of a module while static mode has hooks on all modules.
             self._modules[key] = torch.compile(module.forward) if compiled else module
         return self._modules[key]
 
     def positions(self, fetch_list: Sequence[Value | Variable | str]) -> tuple[list[str], list[int]]:
-        """The names to fetch beside loss and outputs, and the place of each item of the list in the results."""
+        """Return the names to fetch beside loss and outputs, and the index of each item of the list in the results."""
         own = [*(["loss"] if self._has_loss else []), *(value.name for value in self.outputs)]
         if isinstance(fetch_list, str) or not all(isinstance(item, (Value, Variable, str)) for item in fetch_list):
             raise ArgumentTypeError(
@@ -328,14 +329,14 @@ class Program:
         return extra, [(own + extra).index(name) for name in names]
 
     def nodes_of(self, names: Iterable[str], argument: str) -> frozenset[str]:
-        """The names of the nodes that compute some values, which are given by their own names or by those of nodes.
+        """Return the names of the nodes that compute some values.
 
         Args:
-            names: of variables or nodes.
-            argument: what an error calls them.
+            names: names of variables or nodes.
+            argument: the name of the argument in an error message.
 
         Raises:
-            ArgumentValueError: for a name that the program does not have.
+            ArgumentValueError: if the program does not have a name.
         """
         own = [*(["loss"] if self._has_loss else []), *(value.name for value in self.outputs)]
         found = {name: {node.name} for name, node in zip(own, self._results(), strict=True)}
@@ -353,10 +354,10 @@ class Program:
         return frozenset().union(*(found[name] for name in names))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the program with its present parameters, in fp32. ``static.load`` reads it.
+        """Write the program with its current parameters in fp32, for ``static.load``.
 
         Raises:
-            UsageError: for an empty program, or one with a tensor that torch.export can only pickle.
+            UsageError: if the program is empty, or has a tensor that torch.export can only pickle.
         """
         if self._exported is None:
             raise UsageError("This program is empty; minimize a loss or run it before it is saved.")
@@ -367,7 +368,7 @@ class Program:
             file.write(archive)
 
     def example_inputs(self) -> tuple[torch.Tensor, ...]:
-        """The example batch that it was captured with."""
+        """The example batch of the capture."""
         return () if self._exported is None else self._exported.example_inputs[0]
 
     def _results(self) -> list[Any]:
@@ -388,11 +389,11 @@ def _check_open_sizes(exported: torch.export.ExportedProgram, tape: Tape) -> Non
 
 
 def loss_of(given: Value | Variable) -> Value:
-    """The loss of a program, which ``minimize`` was given; a program that is being built ends with it.
+    """Return the loss given to ``minimize`` as a value of a program, and end the recording of the program.
 
     Raises:
-        ArgumentTypeError: for something else.
-        UsageError: for a program that ``minimize`` has ended before.
+        ArgumentTypeError: for any other object.
+        UsageError: if ``minimize`` has already ended the program.
         ArgumentValueError: for a loss with more than one element.
     """
     if isinstance(given, Variable):
@@ -411,14 +412,15 @@ def loss_of(given: Value | Variable) -> Value:
 
 
 def load(path: str | PathLike[str]) -> Program:
-    """Read what ``Program.save`` wrote; its parameters are its own.
+    """Read a file of ``Program.save`` as a program with its own parameters.
 
-    Nothing is unpickled: a file in which that would be needed is refused. But read only files that you trust. A program
-    names functions of torch that run when it is loaded or run, and sizes that SymPy evaluates as Python (torch 2.13).
+    Nothing is unpickled: a file that requires unpickling is refused. Still, load only files that you trust. A program
+    names torch functions, which run when the program is loaded or run, and sizes that SymPy evaluates as Python
+    (torch 2.13).
 
     Raises:
-        ArgumentValueError: for a file that it did not write.
-        FileNotFoundError: if there is none.
+        ArgumentValueError: if ``Program.save`` did not write the file.
+        FileNotFoundError: if the file does not exist.
     """
     exported, facts = read_archive(Path(path).read_bytes(), fspath(path), "Program.save")
     return Program(exported, facts["feed_names"], facts["has_loss"])

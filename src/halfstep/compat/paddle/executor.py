@@ -1,4 +1,4 @@
-"""``Executor``: runs a program on what it is fed, and trains it once an optimizer minimizes its loss."""
+"""``Executor``, which runs programs on a feed, and trains them after ``minimize``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["Executor"]
 
 
 class Executor:
-    """Runs programs.
+    """The runner of programs.
 
     Args:
-        device: where feeds go; None means where the program's parameters are.
+        device: the device of feeds; None means the device of the program's parameters.
         compiled: run programs through ``torch.compile``.
     """
 
@@ -43,25 +43,26 @@ class Executor:
         return_numpy: bool = False,
         use_program_cache: bool = True,
     ) -> list[Any]:
-        """Forward; and backward and a step, once an optimizer was told to ``minimize`` the program's loss.
+        """Run the forward pass of a program; after ``minimize``, also the backward pass and a step.
 
         Args:
-            program: captured before; None is ``default_main_program()``. An empty one, as
+            program: a program; None means ``default_main_program()``. An empty program, such as
                 ``default_startup_program()``, does nothing.
-            feed: a tensor, or what makes one, for each of ``program.feed_names``.
-            fetch_list: the values to return: ``program.loss``, ``program.outputs``, values that were computed from
-                ``static.data``, or names of these or of nodes.
-            train: False only computes, in the precision of training. Dropout and BatchNorm are as they were captured.
-            scope: accepted; parameters are the model's own.
-            return_numpy: True gives arrays. NumPy has no bfloat16: such values come in float32.
-            use_program_cache: accepted; a program is made ready once and always kept.
+            feed: a tensor, or an object that converts to a tensor, for each of ``program.feed_names``.
+            fetch_list: the values to return: ``program.loss``, ``program.outputs``, values computed from
+                ``static.data``, or names of variables or nodes.
+            train: False runs the forward pass only, in the precision of training. Dropout and BatchNorm stay in the
+                captured mode.
+            scope: accepted without effect; the model holds its parameters.
+            return_numpy: return arrays. NumPy has no bfloat16, so bfloat16 values are returned as float32.
+            use_program_cache: accepted without effect; prepared programs are always cached.
 
         Returns:
-            The values fetched, detached: tensors, unless ``return_numpy``.
+            The fetched values, detached: tensors, or arrays with ``return_numpy``.
 
         Raises:
-            ArgumentTypeError: for something else than a program.
-            ArgumentValueError: for a feed that is missing or unknown, or a name that is not computed.
+            ArgumentTypeError: if ``program`` is not a program.
+            ArgumentValueError: for a missing or unknown feed, or a name that the program does not compute.
         """
         program = default_main_program() if program is None else program
         if not isinstance(program, Program):
@@ -100,7 +101,7 @@ class Executor:
 
 
 def _without_casts() -> AbstractContextManager[object]:
-    """A scope for a program, whose casts are in its graph: other casts of this thread are off, if there are any."""
+    """Return a scope that turns off this thread's casts for a program, whose casts are in its graph."""
     casts = bool(thread.key) or any(map(torch.is_autocast_enabled, NATIVE))
     return NO_CASTING if casts else nullcontext()
 

@@ -16,7 +16,7 @@ __all__ = ["evaluate", "with_outputs", "without_idle_broadcasts"]
 
 
 def evaluate(graph: fx.Graph) -> None:
-    """Have a graph compute as in evaluation mode, and leave out what only training needs, such as counting batches."""
+    """Change a graph to evaluation mode, and remove nodes that only training needs, such as counts of batches."""
     for node in reversed(graph.nodes):
         if not node.users and (node.op == "get_attr" or (node.op == "call_function" and not _is_needed(node))):
             graph.erase_node(node)
@@ -25,7 +25,7 @@ def evaluate(graph: fx.Graph) -> None:
 
 
 def _is_needed(node: fx.Node) -> bool:
-    """True for a node that is needed though nobody reads its result: it writes to a value, not to a buffer."""
+    """True for a node that is needed although no node reads its result, because it writes to a value, not a buffer."""
     if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
         return False
     written = node.args[0]
@@ -33,7 +33,7 @@ def _is_needed(node: fx.Node) -> bool:
 
 
 def _evaluate(node: fx.Node) -> None:
-    """Have an op compute as in evaluation mode: the arguments of torch's ops that say so have the same names in all."""
+    """Change an op to evaluation mode, by arguments that have the same names in all torch ops."""
     for place, argument in enumerate(schema_of(node.target).arguments):
         value: Any = {"train": False, "training": False, "dropout_p": 0.0}.get(argument.name)
         if argument.name == "use_input_stats" and node.args[3] is not None:  # InstanceNorm with running statistics
@@ -45,7 +45,7 @@ def _evaluate(node: fx.Node) -> None:
 
 
 def without_idle_broadcasts(module: fx.GraphModule) -> fx.GraphModule:
-    """Drop broadcasts of tensors of one shape: a loss makes them, and export returns the broadcast output."""
+    """Remove broadcasts of tensors with equal shapes, which losses make and whose outputs export would return."""
     for node in list(module.graph.nodes):
         if node.target is torch.ops.aten.broadcast_tensors.default:
             inputs = node.args[0]
@@ -59,10 +59,10 @@ def without_idle_broadcasts(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def with_outputs(module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
-    """A copy of a module that also returns the values of some nodes; that of an emulated product is the rounded one.
+    """Copy a module so that it also returns the values of some nodes, rounded for an emulated product.
 
     Raises:
-        ArgumentValueError: for a name that no node has.
+        ArgumentValueError: if no node has a name.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

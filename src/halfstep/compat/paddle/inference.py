@@ -1,4 +1,4 @@
-"""The part of a program that an inference needs, saved as an archive that ``torch.export.load`` can read, too."""
+"""The inference part of a program, saved as an archive that ``torch.export.load`` can also read."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def save_inference_model(
 ) -> None:
     """Write ``{path_prefix}.pt2``: the part of a program that computes some values from some inputs.
 
-    The loss and the labels are left out if they are not asked for. Dropout does nothing in the file, BatchNorm takes
-    its running statistics, and parameters are in fp32. A model that asks ``self.training`` itself stays as it was
+    The file has the loss and the labels only if ``fetch_vars`` needs them. In the file, dropout has no effect,
+    BatchNorm uses its running statistics, and parameters are fp32. Branches of a model on ``self.training`` stay as
     captured.
 
     Args:
-        path_prefix: of the file, without its ending. If saving is interrupted, the file that was there before stays.
-        feed_vars: the inputs, from ``static.data``, or their names as in ``program.feed_names``.
-        fetch_vars: the values, computed from ``static.data``, or of ``program.outputs``.
-        executor: accepted; parameters are the program's own.
-        program: where they are from; by default the program of the first of ``fetch_vars``.
+        path_prefix: the path of the file without its suffix. If saving is interrupted, a previous file is kept.
+        feed_vars: the inputs from ``static.data``, or their names as in ``program.feed_names``.
+        fetch_vars: the values computed from ``static.data``, or values of ``program.outputs``.
+        executor: accepted without effect; the program holds its parameters.
+        program: the program of the values; by default the program of the first of ``fetch_vars``.
 
     Raises:
-        ArgumentTypeError: something else than inputs and values.
-        ArgumentValueError: no values, an input that the program does not have, or one more that is needed.
-        UsageError: for a program that torch.export cannot save.
+        ArgumentTypeError: for arguments that are not inputs and values.
+        ArgumentValueError: without values, for an input that the program does not have, or if an input is missing.
+        UsageError: if torch.export cannot save the program.
     """
     check_kind("feed_vars", feed_vars, (str, Variable, list, tuple), "inputs from static.data, or their names")
     check_kind("fetch_vars", fetch_vars, (Value, Variable, list, tuple), "values of a program, or a list of them")
@@ -76,20 +76,20 @@ def save_inference_model(
 def load_inference_model(
     path_prefix: str | PathLike[str], executor: Any = None
 ) -> tuple[Program, list[str], list[Value]]:
-    """Read what ``save_inference_model`` wrote, to be run by an ``Executor``.
+    """Read a file of ``save_inference_model``, to run it by an ``Executor``.
 
-    Nothing is unpickled. But a program says what is computed, so read only files that you trust: see ``static.load``.
+    Nothing is unpickled. Still, a program can call functions, so load only files that you trust: see ``static.load``.
 
     Args:
-        path_prefix: of the file, without its ending.
-        executor: accepted; parameters are the program's own.
+        path_prefix: the path of the file without its suffix.
+        executor: accepted without effect; the program holds its parameters.
 
     Returns:
-        The program, the names of its inputs, and what it computes.
+        The program, the names of its inputs, and its values.
 
     Raises:
-        ArgumentValueError: for a file that it did not write.
-        FileNotFoundError: if there is none.
+        ArgumentValueError: if ``save_inference_model`` did not write the file.
+        FileNotFoundError: if the file does not exist.
     """
     path = _file(path_prefix)
     exported, facts = read_archive(path.read_bytes(), fspath(path), "static.save_inference_model")
@@ -104,7 +104,7 @@ def _file(path_prefix: str | PathLike[str]) -> Path:
 def _for_inference(
     program: Program, feed_names: Sequence[str], fetched: Sequence[Value | Variable]
 ) -> torch.export.ExportedProgram:
-    """A program that computes only what is fetched, and computes it as in evaluation mode."""
+    """Build a program that computes only the fetched values, in evaluation mode."""
     extra, positions = program.positions(fetched)
     module = with_outputs(program.graph_module, extra)
     graph = module.graph
@@ -113,7 +113,7 @@ def _for_inference(
     output.args = (tuple(results[position] for position in positions),)
     evaluate(graph)
     inputs = dict(zip(program.feed_names, [node for node in graph.nodes if node.op == "placeholder"], strict=True))
-    # The archive keeps its example inputs, and nobody's data should be in it.
+    # The archive contains the example inputs, which must not be the user's data.
     examples = dict(zip(program.feed_names, map(torch.zeros_like, program.example_inputs()), strict=True))
     for name, node in inputs.items():
         if name not in feed_names:
@@ -135,7 +135,7 @@ def _for_inference(
 
 
 def _open_sizes(node: fx.Node) -> dict[int, Any] | None:
-    """The dimensions of an input that may have any size."""
+    """Return the dimensions of an input that may have any size."""
     return {
         i: torch.export.Dim.AUTO for i, size in enumerate(node.meta["val"].shape) if not isinstance(size, int)
     } or None

@@ -1,7 +1,7 @@
-"""A tape of torch calls on values without numbers. Replayed as a module, it is what ``torch.export`` captures.
+"""A tape of torch calls on symbolic values. ``torch.export`` captures the tape's replay as a module.
 
-A call is recorded if it reads a ``Variable``, and inside of the forward of a module that was given one every call is: a
-slice of a position embedding has no variable among its arguments, and must not be computed once and for all.
+The tape records a call that reads a ``Variable``, and every call in the forward of a module that was called with a
+``Variable``: a slice of a position embedding does not read a variable, but must not become a constant.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ...core.torch_compat import tree_flatten, tree_map_only, tree_unflatten
 __all__ = ["VALUE", "ModuleRecording", "Tape", "Variable"]
 
 VALUE = "halfstep_value"
-"""The key under which nodes carry the name of the variable that they compute."""
+"""The key under which a node's metadata has the name of the variable that the node computes."""
 
 _READS = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 _NO_NUMBERS = "{} asks for the numbers of a value that has none before Executor.run; a program cannot branch on them."
-_SOME = 6  # what a dimension of unknown size counts as where Python asks for it; neither 0 nor 1, which are special
+_SOME = 6  # the size that Python code sees for a dimension of unknown size; 0 and 1 are special to torch
 
 
 class Variable(torch.Tensor):
-    """A value of a program that is being built: it has a name, a shape and a dtype, and no numbers.
+    """A symbolic value of a program under construction: it has a name, a shape and a dtype, but no elements.
 
     Attributes:
-        name: under which it is fed or fetched.
-        tape: records the calls that read it.
+        name: the name of the value in the feed or the fetch list.
+        tape: the tape that records calls on the value.
     """
 
     name: str = ""
@@ -62,7 +62,7 @@ class Variable(torch.Tensor):
 
     @property
     def sizes(self) -> tuple[int | None, ...]:
-        """Its shape; None is any size."""
+        """The shape of the value; None means any size."""
         if self.name in self.tape.shapes:
             return self.tape.shapes[self.name]
         return tuple(size if isinstance(size, int) else None for size in self.fake.shape)
@@ -73,14 +73,14 @@ class Variable(torch.Tensor):
 
 @dataclass(frozen=True)
 class _Result:
-    """A placeholder in the arguments of a recorded call: the result of an earlier one, or an input."""
+    """A placeholder in the arguments of a recorded call: the result of an earlier call, or an input."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class _State:
-    """A placeholder in the arguments of a recorded call: a parameter, a buffer or another tensor with numbers."""
+    """A placeholder in the arguments of a recorded call: a parameter, a buffer or another ordinary tensor."""
 
     name: str
 
@@ -97,21 +97,21 @@ class _Call:
     func: Callable[..., Any]
     arguments: list[Any]
     spec: Any
-    results: list[tuple[int, int]]  # (place among the leaves of what it returns, index of the value)
+    results: list[tuple[int, int]]  # (index among the leaves of the result, index of the value)
     grad: bool
-    custom: dict[str, Any]  # what torch.fx.traceback.annotate says, so also fp16_guard
+    custom: dict[str, Any]  # annotations of torch.fx.traceback.annotate, including fp16_guard
 
 
 class Tape:
-    """Records calls, and gives them back as a module.
+    """A tape of calls, which can be replayed as a module.
 
     Attributes:
-        owner: the program that is being built.
+        owner: the program under construction.
         inputs: the inputs of the program, by name.
-        shapes: of the inputs, by name; None is any size.
-        values: every variable, in the order of its making.
-        state: the tensors with numbers that calls read, by name.
-        ended: whether nothing more may be recorded.
+        shapes: the shapes of the inputs, by name; None means any size.
+        values: all variables, in the order of their creation.
+        state: the ordinary tensors that calls read, by name.
+        ended: True if no more calls may be recorded.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -131,7 +131,7 @@ class Tape:
         return len(self._calls)
 
     def data(self, name: str, shape: Sequence[int | None], dtype: torch.dtype, device: Any) -> Variable:
-        """An input. A dimension of None or -1 has any size."""
+        """Create an input. A dimension of None or -1 has any size."""
         if name in self.inputs:
             raise ArgumentValueError(f"This program has an input {name!r} already; inputs need names of their own.")
         sizes = [_SOME if size in (None, -1) else int(size or 0) for size in shape]
@@ -142,7 +142,7 @@ class Tape:
         return self.inputs[name]
 
     def example_inputs(self) -> tuple[torch.Tensor, ...]:
-        """Tensors like the inputs, with zeros."""
+        """Return tensors of zeros that are like the inputs."""
         made = []
         for name, value in self.inputs.items():
             sizes = [_SOME if size is None else size for size in self.shapes[name]]
@@ -150,20 +150,20 @@ class Tape:
         return tuple(made)
 
     def free_dims(self) -> tuple[dict[int, Any] | None, ...]:
-        """For ``dynamic_shapes`` of ``torch.export``: the dimensions of each input that have any size."""
+        """Return the dimensions of each input that have any size, for ``torch.export(dynamic_shapes=)``."""
         auto = torch.export.Dim.AUTO
         return tuple(
             {i: auto for i, size in enumerate(shape) if size is None} or None for shape in self.shapes.values()
         )
 
     def leaves(self) -> list[Variable]:
-        """The computed values that no call reads."""
+        """Return the computed values that no call reads."""
         return [value for i, value in enumerate(self.values) if i not in self._read and value.name not in self.inputs]
 
     # ---- recording
 
     def record(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Compute shapes and dtypes of what a call gives, and note the call."""
+        """Compute the shapes and dtypes of a call's results, and record the call."""
         if (thread.explicit and active_casting() is not None) or caller_in(GradScaler.__module__) is not None:
             raise UsageError(
                 "amp.auto_cast casts no value of a program, and amp.GradScaler scales none: both is done when its "
@@ -184,7 +184,7 @@ class Tape:
             raise UsageError(_NO_NUMBERS.format(_name_of(func))) from error
         found, found_spec = tree_flatten(result)
         if result is not None and not any(isinstance(x, torch.Tensor) for x in found):
-            return result  # a shape, a dtype and the like
+            return result  # for example a shape or a dtype
         if self.ended:
             raise UsageError(
                 f"{_name_of(func)} comes after minimize, which ended this program. Compute all values before it."
@@ -193,7 +193,7 @@ class Tape:
         results = []
         for place, item in enumerate(found):
             if isinstance(item, torch.Tensor) and id(item) in known:
-                found[place] = known[id(item)]  # an op in place gives back what it was given
+                found[place] = known[id(item)]  # an in-place op returns its argument
             elif isinstance(item, torch.Tensor):
                 found[place] = self._variable(item, f"{_name_of(func)}_{len(self._calls)}")
                 results.append((place, len(self.values) - 1))
@@ -243,11 +243,11 @@ class Tape:
     # ---- replaying
 
     def module(self, outputs: Sequence[Variable]) -> nn.Module:
-        """A module whose forward takes the inputs and returns the outputs."""
+        """Build a module whose forward takes the inputs and returns the outputs."""
         return _Replay(self, [self._index[id(value.fake)] for value in outputs])
 
     def replay(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Make the recorded calls, and return every value by its index."""
+        """Run the recorded calls, and return every value by its index."""
         values: dict[int, torch.Tensor] = {}
         sizes: dict[Any, Any] = {}
         for variable, tensor in zip(self.inputs.values(), inputs, strict=True):
@@ -295,7 +295,7 @@ class _Replay(nn.Module):
 
 
 class _RecordAll(TorchFunctionMode):
-    """Records every call, and counts the modules inside of which it does."""
+    """A mode that records every call, with a count of the modules that are running."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -308,14 +308,14 @@ class _RecordAll(TorchFunctionMode):
 
 
 class ModuleRecording:
-    """While it is on, all calls inside of the forward of a module that was given a variable are recorded."""
+    """A switch that records all calls in the forward of each module that is called with a variable."""
 
     def __init__(self) -> None:
         self._hooks: list[Any] = []
         self._thread = threading.local()
 
     def on(self) -> None:
-        """Watch every call of a module."""
+        """Start to watch module calls."""
         if not self._hooks:
             hooks = nn.modules.module
             self._hooks = [
@@ -324,7 +324,7 @@ class ModuleRecording:
             ]
 
     def off(self) -> None:
-        """Watch no more."""
+        """Stop watching module calls."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

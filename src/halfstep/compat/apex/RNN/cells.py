@@ -51,20 +51,20 @@ class RNNCell(nn.Module):
     """A recurrent layer with its weights and its state.
 
     Args:
-        gate_multiplier: gates of ``hidden_size`` that a step computes.
+        gate_multiplier: the count of gates of ``hidden_size`` that a step computes.
         input_size: features of the input.
-        hidden_size: features inside.
-        cell: ``cell(x, hidden, w_ih, w_hh, b_ih, b_hh)``, one step; ``hidden`` is a tensor, or a tuple of them where
-            there are several, and so is what it returns.
-        n_hidden_states: how many.
-        bias: whether there are ``b_ih`` and ``b_hh``.
-        output_size: features of the first hidden state, which ``w_ho`` projects what a step computes to.
+        hidden_size: features of the cell.
+        cell: the function of one step, ``cell(x, hidden, w_ih, w_hh, b_ih, b_hh)``. ``hidden`` and the result are
+            tensors, or tuples of tensors if there are several hidden states.
+        n_hidden_states: the count of hidden states.
+        bias: create ``b_ih`` and ``b_hh``.
+        output_size: features of the first hidden state, to which ``w_ho`` projects the result of a step.
 
     Attributes:
         hidden: the state, [batch, output_size] and, for the second, [batch, hidden_size]; None before the first use.
 
     Raises:
-        ArgumentValueError: for an ``output_size`` that the step cannot have.
+        ArgumentValueError: for an ``output_size`` that the step does not support.
 
     Source: Apex, ``apex.RNN``.
     """
@@ -100,7 +100,7 @@ class RNNCell(nn.Module):
         self.reset_parameters()
 
     def new_like(self, new_input_size: int | None = None) -> RNNCell:
-        """Another of the same kind with weights of its own, perhaps for other inputs."""
+        """Create a layer of the same kind with new weights, optionally for another input size."""
         size = self.input_size if new_input_size is None else new_input_size
         return type(self)(
             self.gate_multiplier, size, self.hidden_size, self.cell, self.n_hidden_states, self.bias, self.output_size
@@ -115,14 +115,14 @@ class RNNCell(nn.Module):
     # ---- the state
 
     def init_hidden(self, bsz: int) -> None:
-        """Zeros, unless there is a state for this batch size; its graph and values stay."""
+        """Set the state to zeros, unless it already has this batch size; then its graph and values are kept."""
         if self.hidden is None or self.hidden[0].shape[0] != bsz:
             self.reset_hidden(bsz)
         assert self.hidden is not None
         self.hidden = [h.to(self.w_ih.device, self.w_ih.dtype) for h in self.hidden]
 
     def reset_hidden(self, bsz: int) -> None:
-        """Zeros."""
+        """Set the state to zeros."""
         sizes = [self.output_size, *[self.hidden_size] * (self.n_hidden_states - 1)]
         self.hidden = [self.w_ih.new_zeros(bsz, size) for size in sizes]
 
@@ -130,7 +130,7 @@ class RNNCell(nn.Module):
         """Cut the graph behind the state, as truncated backpropagation does between two batches.
 
         Raises:
-            UsageError: before there is a state.
+            UsageError: if there is no state yet.
         """
         if self.hidden is None:
             raise UsageError("There is no hidden state to detach yet; run the network, or call init_hidden(bsz).")
@@ -143,7 +143,7 @@ class RNNCell(nn.Module):
     # ---- computing
 
     def forward(self, input: torch.Tensor) -> list[torch.Tensor]:
-        """One step on [batch, input_size], from the state and into it.
+        """Run one step on [batch, input_size], which reads and updates the state.
 
         Returns:
             The new state.
@@ -153,16 +153,16 @@ class RNNCell(nn.Module):
         return self.hidden
 
     def run(self, x: torch.Tensor, reverse: bool, collect: bool) -> tuple[torch.Tensor, list[Any]]:
-        """All steps.
+        """Run all steps of a sequence.
 
         Args:
             x: [time, batch, input_size].
-            reverse: from the last to the first.
+            reverse: run from the last step to the first.
             collect: return the states of all steps.
 
         Returns:
-            Outputs, [time, batch, output_size], and for each hidden state its last value, or those of all steps as
-            [time, batch, features]; both in the order of time.
+            Outputs, [time, batch, output_size], and for each hidden state its last value, or with ``collect`` all
+            values, [time, batch, features]. Both are in the order of time.
         """
         x = x.to(self.w_ih.dtype)
         self.init_hidden(x.shape[1])
@@ -197,7 +197,7 @@ class RNNCell(nn.Module):
         return [torch.stack(states) for states in zip(*steps, strict=True)]
 
     def _prepared(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The part of the input's product that is computed for all steps at once."""
+        """Compute the part of the input's product that all steps share."""
         return (x,)
 
     def _step(self, prepared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -216,16 +216,16 @@ class RNNCell(nn.Module):
 
 
 class mLSTMRNNCell(RNNCell):  # noqa: N801 - Apex's name
-    """A multiplicative LSTM (Krause et al., arXiv 1609.07959): gates see ``(W_mih x) * (W_mhh h)`` in the place of h.
+    """A multiplicative LSTM (Krause et al., arXiv 1609.07959): gates read ``(W_mih x) * (W_mhh h)`` instead of h.
 
     Args:
         gate_multiplier: kept for Apex: 4.
         input_size: features of the input.
-        hidden_size: features inside.
+        hidden_size: features of the cell.
         cell: kept for Apex.
         n_hidden_states: kept for Apex: 2.
-        bias: whether there are ``b_ih`` and ``b_hh``.
-        output_size: as in ``RNNCell``.
+        bias: create ``b_ih`` and ``b_hh``.
+        output_size: the argument of ``RNNCell``.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ def mLSTMCell(  # noqa: N802 - Apex's name
 
 
 def _after_gates(gates: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(h, c) of an LSTM, from what goes into its gates i, f, g, o."""
+    """Compute (h, c) of an LSTM from the inputs of its gates i, f, g, o."""
     i, f, g, o = gates.chunk(4, -1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c

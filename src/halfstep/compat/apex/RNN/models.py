@@ -1,4 +1,4 @@
-"""Stacks of recurrent layers, in one direction and in both, and what makes them: ``LSTM``, ``GRU``, ``ReLU``..."""
+"""Stacks of recurrent layers in one or both directions, and their constructors: ``LSTM``, ``GRU``, ``ReLU``..."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ __all__ = [
 
 
 class _Layers(nn.Module):
-    """Recurrent layers, wherever they are below this module; each keeps its state."""
+    """A module with recurrent layers at any depth, each of which keeps its state."""
 
     def _cells(self) -> list[RNNCell]:
         return [module for module in self.modules() if isinstance(module, RNNCell)]
 
     def init_hidden(self, bsz: int) -> None:
-        """A state of zeros for every layer that has none for this batch size."""
+        """Set the state to zeros in every layer whose state does not have this batch size."""
         for cell in self._cells():
             cell.init_hidden(bsz)
 
     def init_inference(self, bsz: int) -> None:
-        """``init_hidden``."""
+        """Call ``init_hidden``."""
         self.init_hidden(bsz)
 
     def reset_hidden(self, bsz: int) -> None:
-        """A state of zeros for every layer."""
+        """Set the state of every layer to zeros."""
         for cell in self._cells():
             cell.reset_hidden(bsz)
 
@@ -52,7 +52,7 @@ class _Layers(nn.Module):
             cell.detach_hidden()
 
     def reset_parameters(self) -> None:
-        """Draw all weights anew."""
+        """Initialize all weights again."""
         for cell in self._cells():
             cell.reset_parameters()
 
@@ -61,14 +61,14 @@ class stackedRNN(_Layers):  # noqa: N801 - Apex's name
     """Recurrent layers on top of each other. The state stays in the layers from one call to the next.
 
     Args:
-        inputRNN: the lowest layer, of which the others are made, or a list of all of them.
-        num_layers: how many.
-        dropout: of what goes from one layer to the next, in training; Apex ignored it.
+        inputRNN: the lowest layer, from which the higher layers are made, or a list of all layers.
+        num_layers: the count of layers.
+        dropout: the dropout between layers in training; Apex ignored it.
         batch_first: inputs and outputs are [batch, time, features]; Apex ignored it.
 
     Raises:
-        ArgumentValueError: a list of another length than ``num_layers``, or a dropout outside of [0, 1].
-        ArgumentTypeError: something else than an ``RNNCell``.
+        ArgumentValueError: if the list does not have ``num_layers`` elements, or the dropout is outside [0, 1].
+        ArgumentTypeError: if a layer is not an ``RNNCell``.
 
     Source: Apex, ``apex.RNN.RNNBackend``.
     """
@@ -103,11 +103,11 @@ class stackedRNN(_Layers):  # noqa: N801 - Apex's name
         Args:
             input: [time, batch, features], or [batch, time, features] with ``batch_first``.
             collect_hidden: return the states of all steps.
-            reverse: go through it from its end. Outputs are in the order of time in any case.
+            reverse: run from the end of the sequence. Outputs are always in the order of time.
 
         Returns:
-            The last layer's outputs, shaped as the input, and ``hiddens[state][layer]``, tensors of [batch, features]:
-            the last ones, or with ``collect_hidden`` ``hiddens[state][step][layer]``.
+            The last layer's outputs, shaped as the input, and the last states ``hiddens[state][layer]``, or with
+            ``collect_hidden`` all states ``hiddens[state][step][layer]``: tensors of [batch, features].
         """
         x = input.transpose(0, 1) if self.batch_first else input
         layers = []
@@ -123,13 +123,13 @@ class stackedRNN(_Layers):  # noqa: N801 - Apex's name
 
 
 class bidirectionalRNN(_Layers):  # noqa: N801 - Apex's name
-    """Two stacks, one for each direction, that know nothing of each other; their outputs are put side by side.
+    """Two independent stacks, one per direction, whose outputs are concatenated.
 
     Args:
-        inputRNN: the lowest layer of the forward stack; the other one's is made like it.
-        num_layers: of each stack.
-        dropout: as in ``stackedRNN``.
-        batch_first: as in ``stackedRNN``.
+        inputRNN: the lowest layer of the forward stack, from which the lowest layer of the backward stack is made.
+        num_layers: the count of layers in each stack.
+        dropout: the argument of ``stackedRNN``.
+        batch_first: the argument of ``stackedRNN``.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class bidirectionalRNN(_Layers):  # noqa: N801 - Apex's name
         self.rnns = nn.ModuleList([self.fwd, self.bckwrd])
 
     def forward(self, input: torch.Tensor, collect_hidden: bool = False) -> tuple[torch.Tensor, list[Any]]:
-        """As ``stackedRNN``, with twice the features: forward, then backward."""
+        """Run over a sequence, as ``stackedRNN`` does, with twice the features: forward, then backward."""
         out, states = self.fwd(input, collect_hidden)
         back, back_states = self.bckwrd(input, collect_hidden, reverse=True)
         return torch.cat([out, back], -1), _side_by_side(states, back_states)
@@ -163,7 +163,7 @@ def toRNNBackend(  # noqa: N802 - Apex's name
     bidirectional: bool = False,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """A ``stackedRNN``, or ``bidirectionalRNN``, of one kind of layer."""
+    """Make a ``stackedRNN`` or ``bidirectionalRNN`` from one kind of layer."""
     return (bidirectionalRNN if bidirectional else stackedRNN)(inputRNN, num_layers, dropout)
 
 

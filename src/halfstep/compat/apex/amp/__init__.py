@@ -1,7 +1,7 @@
 """``apex.amp``: ``halfstep.amp`` with float16 as default on every device.
 
-``HALFSTEP_OPT_LEVEL`` and ``HALFSTEP_DTYPE`` in the environment override what a script asks for; ``halfstep run`` sets
-them.
+The environment variables ``HALFSTEP_OPT_LEVEL`` and ``HALFSTEP_DTYPE``, which ``halfstep run`` sets, override the
+arguments of a script.
 """
 
 from ....amp import *  # noqa: F403

@@ -81,13 +81,13 @@ _SCALE = {
     "scale_backoff_factor": "backoff_factor",
     "scale_window": "growth_interval",
 }
-"""The field of ``DynamicLossScale`` that each sets."""
+"""The field of ``DynamicLossScale`` that each argument of the Ascend fork sets."""
 
 _logged: set[str] = set()
 
 
 def _without_ascend(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments without those of the Ascend fork, and those of them that say how the scale moves."""
+    """Return the arguments without the Ascend fork's arguments, and the fork's arguments for the dynamic scale."""
     if kwargs.get("combine_ddp") and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise UsageError(
             "combine_ddp=True lets Ascend's fork average the gradients of all ranks, which nobody would do here. Leave "
@@ -102,7 +102,7 @@ def _without_ascend(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _scale_by(moving: dict[str, Any], given: dict[str, Any]) -> None:
-    """Put how a dynamic scale moves into the ``loss_scale`` of some arguments."""
+    """Put the settings of a dynamic scale into the ``loss_scale`` of some arguments."""
     level, _ = parse_level(given.get("opt_level", "O1"))
     spec = given.get("loss_scale") or Policy.from_level(level).loss_scale
     if spec != "dynamic":

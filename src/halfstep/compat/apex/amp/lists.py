@@ -1,7 +1,7 @@
 """``apex.amp.lists``: the op lists of O1 as lists of names, which scripts edit before ``initialize``.
 
-They begin as halfstep's own. Changes that a script makes in them hold for every ``initialize`` at O1 and every ``init``
-that comes after. Halfstep casts an op however it is called, so a name moved in one of the three modules moves in all.
+They start with the contents of halfstep's lists. Edits apply to every later ``initialize`` at O1 and every later
+``init``. Halfstep casts an op however it is called, so a name moved in one of the three modules moves in all three.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPACES = {"functional_overrides": torch.nn.functional, "torch_overrides": torch
 
 
 def _names(space: Any, rule: str) -> list[str]:
-    """The functions and operators of a namespace that compute ops with a rule."""
+    """Return the functions and operators of a namespace whose ops have a rule."""
     known, lists = spellings(), OpLists.default()
     found = []
     for name in dir(space):
@@ -51,11 +51,11 @@ for _name, _space in _SPACES.items():
 
 
 def edited() -> OpLists | None:
-    """The op lists of O1 with what a script has changed; None if it has changed nothing.
+    """Return the op lists of O1 with a script's edits; None without edits.
 
     Raises:
-        UsageError: for a name that was added to a list to which halfstep cannot add.
-        ArgumentValueError: for a name of no op, or one that was added to two lists.
+        UsageError: if a script added a name to a list to which halfstep cannot add.
+        ArgumentValueError: if an added name is not an op, or was added to two lists.
     """
     added: dict[str, set[str]] = {name: set() for name in _AT_FIRST["torch_overrides"]}
     removed: set[str] = set()
@@ -82,12 +82,12 @@ def _module(name: str) -> ModuleType:
 
 
 def _name_of(entry: Any) -> Any:
-    """The name in an entry of a list; those of banned functions are pairs of a name and the reason."""
+    """Return the name in an entry of a list. An entry for a banned function is a pair of the name and the reason."""
     return entry[0] if isinstance(entry, tuple) else entry
 
 
 def _ops(space: Any, name: Any) -> tuple[str, ...]:
-    """The canonical names of the ops that a function of a namespace computes."""
+    """Return the canonical names of the ops that a function of a namespace computes."""
     function: Any = getattr(space, name, None)
     known = spellings().get(function)
     return resolve(name) if known is None else (known[0],)

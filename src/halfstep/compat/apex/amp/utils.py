@@ -1,4 +1,4 @@
-"""``apex.amp.utils`` and ``compat``: questions that scripts ask about tensors."""
+"""``apex.amp.utils`` and ``compat``: predicates and casts for tensors, which scripts use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_cuda_enabled() -> bool:
 
 
 def get_cuda_version() -> tuple[int, ...]:
-    """The CUDA that torch was built with; empty without it."""
+    """Return the CUDA version that torch was built with; () without CUDA."""
     return tuple(map(int, (torch.version.cuda or "").split("."))) if torch.version.cuda else ()
 
 
@@ -47,24 +47,24 @@ def is_nested(x: object) -> bool:
 
 
 def is_fp_tensor(x: Any) -> bool:
-    """True for a floating tensor, or a tuple or list of such."""
+    """True for a floating tensor, or a tuple or list of floating tensors."""
     if isinstance(x, (tuple, list)):
         return all(map(is_fp_tensor, x))
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 def type_string(x: torch.Tensor) -> str:
-    """``"HalfTensor"``, ``"FloatTensor"``..."""
+    """Return the type name of a tensor: ``"HalfTensor"``, ``"FloatTensor"``..."""
     return x.type().rpartition(".")[2]
 
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """A floating tensor, or each in a tuple or list, in float16."""
+    """Cast a floating tensor, or each tensor in a tuple or list, to float16."""
     return type(x)([maybe_half(y) for y in x]) if isinstance(x, (tuple, list)) else x.half()
 
 
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """A floating tensor, or each in a tuple or list, in float32."""
+    """Cast a floating tensor, or each tensor in a tuple or list, to float32."""
     return type(x)([maybe_float(y) for y in x]) if isinstance(x, (tuple, list)) else x.float()
 
 
@@ -87,7 +87,7 @@ def is_floating_point(x: torch.Tensor) -> bool:
 
 
 def scalar_python_val(x: Any) -> Any:
-    """The number in a tensor of one element, or the first item of a sequence."""
+    """Return the number in a tensor of one element, or the first item of a sequence."""
     return x.item() if hasattr(x, "item") else x[0]
 
 
@@ -102,7 +102,7 @@ def tensor_is_variable() -> bool:
 
 
 def tensor_is_float_tensor() -> bool:
-    """False: ``torch.FloatTensor`` is no class of tensors any more."""
+    """False: ``torch.FloatTensor`` is no longer the class of tensors."""
     return False
 
 
@@ -110,7 +110,7 @@ def tensor_is_float_tensor() -> bool:
 
 
 def has_old_rnns() -> bool:
-    """False: those of before torch 0.5."""
+    """False: torch 0.5 replaced the old RNN modules."""
     return False
 
 
@@ -119,7 +119,7 @@ def maybe_print(msg: object, rank0: bool = False) -> None:
 
     Args:
         msg: the message.
-        rank0: only on rank 0.
+        rank0: log on rank 0 only.
     """
     session = amp._amp_state.session
     if session is not None and session.verbosity == 0:

@@ -1,4 +1,4 @@
-"""``apex.normalization``, on torch's own kernels. ``fused_layer_norm`` is a module here, as it was in Apex."""
+"""``apex.normalization``, on torch's kernels. ``fused_layer_norm`` is a module, as in Apex."""
 
 from .fused_layer_norm import (
     FusedLayerNorm,

@@ -1,4 +1,4 @@
-"""``apex.normalization.fused_layer_norm``, on torch's own kernels."""
+"""``apex.normalization.fused_layer_norm``, on torch's kernels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _rms_norm(x: torch.Tensor, shape: Shape, weight: torch.Tensor | None, eps: f
 
 
 class _Fused(nn.Module):
-    """The constructor of Apex's layers, before torch's."""
+    """The constructor of Apex's layers, which calls torch's constructor."""
 
     def __init__(
         self,
@@ -93,13 +93,13 @@ class _Mixed(_Fused):
 
 
 class FusedLayerNorm(_Fused, nn.LayerNorm):
-    """``torch.nn.LayerNorm``; the output has the dtype of the input, whatever the parameters have.
+    """``torch.nn.LayerNorm`` whose output has the dtype of the input, for parameters of any dtype.
 
     Args:
         normalized_shape: the last dimensions, normalized together.
         eps: added to the variance.
-        elementwise_affine: whether there are a weight and a bias.
-        memory_efficient: accepted for Apex's sake, not used.
+        elementwise_affine: create a weight and a bias.
+        memory_efficient: kept for Apex; not used.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ class FusedLayerNorm(_Fused, nn.LayerNorm):
 
 
 class FusedRMSNorm(_Fused, nn.RMSNorm):
-    """``torch.nn.RMSNorm``; else as ``FusedLayerNorm``, without a bias."""
+    """``torch.nn.RMSNorm`` whose output has the dtype of the input; see ``FusedLayerNorm``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize a floating tensor whose last dimensions are ``normalized_shape``."""
@@ -127,7 +127,7 @@ class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
 def fused_layer_norm(
     input: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> torch.Tensor:
-    """Layer normalization without parameters."""
+    """Apply layer normalization without parameters."""
     return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
 
 
@@ -139,7 +139,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Layer normalization; the output has the dtype of the input."""
+    """Apply layer normalization; the output has the dtype of the input."""
     return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
 
 
@@ -151,14 +151,14 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Layer normalization; the output has the dtype of the weight."""
+    """Apply layer normalization; the output has the dtype of the weight."""
     return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
 
 
 def fused_rms_norm(
     input: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> torch.Tensor:
-    """RMS normalization without a parameter."""
+    """Apply RMS normalization without a parameter."""
     return _rms_norm(input, normalized_shape, None, eps, input.dtype)
 
 
@@ -169,7 +169,7 @@ def fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """RMS normalization; the output has the dtype of the input."""
+    """Apply RMS normalization; the output has the dtype of the input."""
     return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
 
 
@@ -180,12 +180,12 @@ def mixed_dtype_fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """RMS normalization; the output has the dtype of the weight."""
+    """Apply RMS normalization; the output has the dtype of the weight."""
     return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
 
 
 def manual_rms_norm(input: torch.Tensor, normalized_shape: Shape, weight: Any, eps: float) -> torch.Tensor:
-    """RMS normalization; the reference of the others."""
+    """Apply RMS normalization: the reference for the fused functions."""
     return _rms_norm(input, normalized_shape, weight, eps, input.dtype if weight is None else weight.dtype)
 
 

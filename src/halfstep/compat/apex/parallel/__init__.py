@@ -1,4 +1,4 @@
-"""``apex.parallel``. ``LARC`` is a module here, as it was in Apex, that holds the class."""
+"""``apex.parallel``. ``LARC`` is a module that holds the class, as in Apex."""
 
 from torch.distributed import ReduceOp
 

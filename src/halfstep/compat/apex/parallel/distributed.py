@@ -1,4 +1,4 @@
-"""``apex.parallel.distributed``: the wrapper, and the helpers that scripts took from beside it."""
+"""``apex.parallel.distributed``: the wrapper, and helpers that scripts import from the same module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def split_by_type(tensors: Iterable[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Lists of one type, by its name (``torch.HalfTensor``...), in the order of the first of each."""
+    """Group tensors by the name of their type (``torch.HalfTensor``...), in the order of first occurrence."""
     found: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.type(), []).append(tensor)
@@ -33,14 +33,14 @@ def split_by_type(tensors: Iterable[torch.Tensor]) -> dict[str, list[torch.Tenso
 
 
 def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Lists of one dtype out of float16, float32 and float64, those that are not empty."""
+    """Group tensors of float16, float32 and float64 by dtype, without empty groups."""
     given = list(tensors)
     kinds = (torch.float16, torch.float32, torch.float64)
     return [bucket for kind in kinds if (bucket := [t for t in given if t.dtype is kind])]
 
 
 def extract_tensors(maybe_tensor: Any, tensor_list: list[torch.Tensor]) -> None:
-    """Append the tensors in a nest of lists and tuples."""
+    """Append the tensors in nested lists and tuples to ``tensor_list``."""
     if isinstance(maybe_tensor, torch.Tensor):
         tensor_list.append(maybe_tensor)
     elif isinstance(maybe_tensor, (list, tuple)):
@@ -49,7 +49,7 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[torch.Tensor]) -> None:
 
 
 def apply_flat_dist_call(bucket: Sequence[torch.Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """One collective call for a list of one type; the results are copied back, those of an all-reduce as means."""
+    """Run one collective call for tensors of one type, and copy the results back; an all-reduce gives means."""
     flat = flatten(bucket)
     call(flat, *(extra_args or ()))
     if call is dist.all_reduce:
@@ -59,6 +59,6 @@ def apply_flat_dist_call(bucket: Sequence[torch.Tensor], call: Callable[..., Any
 
 
 def flat_dist_call(tensors: Sequence[torch.Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """``apply_flat_dist_call`` for each type in a list."""
+    """Call ``apply_flat_dist_call`` for each type of tensor in a list."""
     for bucket in split_by_type(tensors).values():
         apply_flat_dist_call(bucket, call, extra_args)

@@ -1,4 +1,4 @@
-"""``python -m halfstep.parallel.multiproc SCRIPT ARGS...``: one process for each GPU, by ``torchrun``."""
+"""``python -m halfstep.parallel.multiproc SCRIPT ARGS...``: start one process per GPU by ``torchrun``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a script under ``torch.distributed.run``, on every GPU of this machine or in two processes without one.
+    """Run a script under ``torch.distributed.run``, with a process per GPU, or two processes without a GPU.
 
-    The script finds its rank in the environment, as ``torchrun`` leaves it there (``RANK``, ``LOCAL_RANK``,
-    ``WORLD_SIZE``), and no longer in ``--rank`` and ``--world-size``.
+    The script reads its rank from the environment variables of ``torchrun`` (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``)
+    instead of ``--rank`` and ``--world-size``.
     """
     from torch.distributed.run import main as torchrun
 

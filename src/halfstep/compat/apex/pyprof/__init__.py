@@ -1,4 +1,4 @@
-"""``apex.pyprof``: marks nothing, and says so. torch has its own marks now."""
+"""``apex.pyprof``: a stub that records nothing and logs this. Use torch's profiler."""
 
 from ...missing import refusing
 from . import nvtx

@@ -1,4 +1,4 @@
-"""``apex.pyprof.nvtx``, which wrapped every function of torch in a mark for a profiler."""
+"""``apex.pyprof.nvtx``, a stub. In Apex it wrapped every torch function in a profiler range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["init", "wrap"]
 
 @functools.cache
 def init(*args: Any, **kwargs: Any) -> None:
-    """Does nothing, and says so once."""
+    """Log once that this function does nothing."""
     logging.getLogger("halfstep").warning(
         "apex.pyprof marks nothing here. Run the steps within torch.autograd.profiler.emit_nvtx(), or use "
         "torch.profiler."
@@ -19,10 +19,10 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 
 def wrap(fun: Any, name: str) -> None:
-    """Does nothing: see ``init``.
+    """Log once that this function does nothing; see ``init``.
 
     Args:
         fun: an object or module.
-        name: of its function that was to be marked.
+        name: the name of the function to profile.
     """
     init()

@@ -1,7 +1,7 @@
-"""``apex.reparameterization``: weights computed from other parameters, weight normalization above all.
+"""``apex.reparameterization``: weights computed from other parameters, mainly weight normalization.
 
-It is ``torch.nn.utils.parametrize`` under Apex's names: a weight is worked out whenever it is asked for, so it is never
-an old one, where Apex's was kept until the next backward pass.
+It is ``torch.nn.utils.parametrize`` under Apex's names. Each access computes the weight, so that it is never stale;
+Apex kept the weight until the next backward pass.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = [
 
 
 def apply_weight_norm(module: nn.Module, name: str = "", dim: int | None = 0, hook_child: bool = True) -> nn.Module:
-    """Let weights be ``g * v / ||v||``, with parameters ``{name}_g`` and ``{name}_v``.
+    """Replace weights by ``g * v / ||v||``, with parameters ``{name}_g`` and ``{name}_v``.
 
     Args:
-        module: any; it is changed in place.
-        name: of a parameter, dotted for that of a submodule; "" means every one of more than one dimension outside
-            of embeddings.
-        dim: the dimension that has a norm for each index; None for one norm.
+        module: any module; changed in place.
+        name: the name of a parameter, dotted for a parameter of a submodule; "" means every parameter with more than
+            one dimension outside embeddings.
+        dim: the dimension with one norm per index; None for a single norm.
         hook_child: accepted; there are no hooks.
 
     Returns:
@@ -40,15 +40,15 @@ def apply_weight_norm(module: nn.Module, name: str = "", dim: int | None = 0, ho
 
 
 def remove_weight_norm(module: nn.Module, name: str = "", remove_all: bool = False) -> nn.Module:
-    """Make ordinary parameters of normalized weights, with the value they have.
+    """Turn normalized weights into ordinary parameters with their current values.
 
     Args:
-        module: any; it is changed in place.
-        name: as given before; "" means all.
-        remove_all: as ``name=""``.
+        module: any module; changed in place.
+        name: the name given to ``apply_weight_norm``; "" means all weights.
+        remove_all: the same as ``name=""``.
 
     Raises:
-        ArgumentValueError: where there is none.
+        ArgumentValueError: if the module has no such weight.
     """
     return remove_reparameterization(module, WeightNorm, name, remove_all)
 
@@ -60,11 +60,11 @@ def apply_reparameterization(
     dim: int | None = 0,
     hook_child: bool = True,
 ) -> nn.Module:
-    """``apply_weight_norm`` for any subclass of ``Reparameterization``.
+    """Apply any subclass of ``Reparameterization``; see ``apply_weight_norm`` for the arguments.
 
     Raises:
-        ArgumentTypeError: without one.
-        ArgumentValueError: for a name that is no parameter.
+        ArgumentTypeError: without a subclass.
+        ArgumentValueError: if the name is not the name of a parameter.
     """
     for owner, own_name in on_named(module, reparameterization, name):
         assert reparameterization is not None
@@ -78,7 +78,7 @@ def remove_reparameterization(
     name: str = "",
     remove_all: bool = False,
 ) -> nn.Module:
-    """``remove_weight_norm`` for any subclass; ``Reparameterization`` itself means whichever there is."""
+    """Remove any subclass; ``Reparameterization`` means all subclasses. See ``remove_weight_norm``."""
     for found in found_in(module, reparameterization, "" if remove_all else name):
         found.remove(found.module)
     return module

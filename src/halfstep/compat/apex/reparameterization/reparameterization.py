@@ -1,4 +1,4 @@
-"""The general case: a weight that is computed from parameters of other names."""
+"""Weights that are computed from parameters with other names: the base class."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Reparameterization", "found_in", "on_named"]
 
 
 class Reparameterization:
-    """Computes one weight of one module. A subclass says how, in ``compute_weight`` and ``reparameterize``.
+    """The computation of one weight of one module. Subclasses define ``compute_weight`` and ``reparameterize``.
 
     Args:
-        name: of the weight.
-        dim: for the subclass.
-        module: whose weight it is.
-        retain_forward: accepted; nothing is kept.
+        name: the name of the weight.
+        dim: a dimension for the subclass.
+        module: the module with the weight.
+        retain_forward: accepted without effect; nothing is kept.
 
     Attributes:
-        reparameterization_names: of the parameters that the weight is computed from, which the module has then.
+        reparameterization_names: the names of the module's parameters from which the weight is computed.
     """
 
     def __init__(self, name: str, dim: int | None, module: nn.Module | None, retain_forward: bool = True) -> None:
@@ -35,11 +35,11 @@ class Reparameterization:
         self.reparameterization_names: list[str] = []
 
     def compute_weight(self, module: Any = None, name: str | None = None) -> torch.Tensor:
-        """The weight, from attributes of ``module`` with the names that ``reparameterize`` gave."""
+        """Compute the weight from the attributes of ``module`` that ``reparameterize`` has named."""
         raise NotImplementedError
 
     def reparameterize(self, name: str, weight: torch.Tensor, dim: int | None) -> tuple[list[str], list[torch.Tensor]]:
-        """Names and values of the parameters to compute ``weight`` from."""
+        """Return the names and values of the parameters from which to compute ``weight``."""
         raise NotImplementedError
 
     @staticmethod
@@ -50,12 +50,12 @@ class Reparameterization:
         reparameterization: type[Reparameterization],
         hook_child: bool = True,
     ) -> Reparameterization:
-        """Compute the parameter ``name`` of ``module`` from now on."""
+        """Replace the parameter ``name`` of ``module`` by a computed weight."""
         owner, own_name = Reparameterization.get_module_and_name(module, name)
         made = reparameterization(own_name, dim, owner)
         parametrize.register_parametrization(owner, own_name, _Computed(made))
         for i, alias in enumerate(made.reparameterization_names):
-            setattr(type(owner), alias, property(_Original(own_name, i)))  # the class is of this module alone
+            setattr(type(owner), alias, property(_Original(own_name, i)))  # only this module has the class
         register_state_dict_hook(owner, _SaveNames(own_name, made.reparameterization_names))
         owner.register_load_state_dict_pre_hook(_LoadNames(own_name, made.reparameterization_names))
         if isinstance(owner, nn.RNNBase):
@@ -64,16 +64,16 @@ class Reparameterization:
 
     @staticmethod
     def get_module_and_name(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-        """The submodule that a dotted name ends in, and the rest of the name."""
+        """Return the submodule of a dotted name, and the last part of the name."""
         path, _, own_name = name.rpartition(".")
         return module.get_submodule(path), own_name
 
     def get_params(self, module: Any) -> list[torch.Tensor]:
-        """The parameters that the weight is computed from."""
+        """Return the parameters from which the weight is computed."""
         return [getattr(module, name) for name in self.reparameterization_names]
 
     def remove(self, module: nn.Module) -> None:
-        """Leave the weight's value in an ordinary parameter of its name."""
+        """Turn the weight into an ordinary parameter with its current value."""
         parametrize.remove_parametrizations(module, self.name, leave_parametrized=True)
         for table in hook_tables(module):
             for key, hook in list(table.items()):
@@ -102,7 +102,7 @@ class _Computed(nn.Module):
 
 
 class _Original:
-    """Reads a parameter by the name it had in Apex."""
+    """The getter of a parameter under its name in Apex."""
 
     def __init__(self, name: str, index: int) -> None:
         self.name, self.index = name, index
@@ -137,12 +137,12 @@ class _LoadNames(_Names):
 
 
 def _fresh_flat_weights(module: Any, args: Any) -> None:
-    """Recurrent modules of torch keep a list of their weights; have it hold those of now."""
+    """Refresh the list of weights that torch's recurrent modules keep."""
     renew_flat_weights(module)
 
 
 def on_named(module: nn.Module, kind: type[Reparameterization] | None, name: str) -> list[tuple[nn.Module, str]]:
-    """The parameters that a name means: submodules and the parameters' names in them."""
+    """Return the parameters that a name denotes, as pairs of a submodule and the parameter's name in it."""
     if kind is None:
         raise ArgumentTypeError("reparameterization must be a subclass of Reparameterization, such as WeightNorm.")
     if name:
@@ -161,10 +161,10 @@ def on_named(module: nn.Module, kind: type[Reparameterization] | None, name: str
 
 
 def found_in(module: nn.Module, kind: type[Reparameterization], name: str) -> list[Reparameterization]:
-    """The way in which weights of a module are computed.
+    """Return the reparameterizations of one kind in a module.
 
     Raises:
-        ArgumentValueError: if there is nothing of the kind.
+        ArgumentValueError: if there are none.
     """
     found = []
     for prefix, owner in module.named_modules():

@@ -12,7 +12,7 @@ __all__ = ["WeightNorm"]
 
 
 def _norm(weight: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """The 2-norm in fp32, over all dimensions but one, which stays; over all of them for None."""
+    """Compute the 2-norm in fp32 over all dimensions except ``dim``, or over all dimensions for None."""
     in_fp32 = weight.to(torch.promote_types(weight.dtype, torch.float32))
     others = None if dim is None else [i for i in range(weight.dim()) if i != dim % weight.dim()]
     norm: torch.Tensor = torch.linalg.vector_norm(in_fp32, dim=others, keepdim=dim is not None)
@@ -20,10 +20,10 @@ def _norm(weight: torch.Tensor, dim: int | None) -> torch.Tensor:
 
 
 class WeightNorm(Reparameterization):
-    """``w = g * v / ||v||``, in fp32 arithmetic and with the dtype of v."""
+    """The weight ``w = g * v / ||v||``, computed in fp32, with the dtype of v."""
 
     def compute_weight(self, module: Any = None, name: str | None = None) -> torch.Tensor:
-        """The weight, from ``{name}_g`` and ``{name}_v`` of the module."""
+        """Compute the weight from ``{name}_g`` and ``{name}_v`` of the module."""
         name = name or self.name
         g, v = getattr(module, f"{name}_g"), getattr(module, f"{name}_v")
         scale = g.to(torch.promote_types(g.dtype, torch.float32)) / _norm(v, self.dim)
@@ -31,5 +31,5 @@ class WeightNorm(Reparameterization):
         return weight
 
     def reparameterize(self, name: str, weight: torch.Tensor, dim: int | None) -> tuple[list[str], list[torch.Tensor]]:
-        """The norm and the direction of a weight, and their names."""
+        """Return the names and values of the norm and the direction of a weight."""
         return [f"{name}_g", f"{name}_v"], [_norm(weight, dim).to(weight.dtype), weight]

@@ -19,15 +19,15 @@ def focal_loss(
     gamma: float,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Focal loss of sigmoids, summed over anchors and classes, divided by the number of positives; in fp32.
+    """Compute the focal loss of sigmoids in fp32, summed over anchors and classes, divided by the count of positives.
 
     Args:
         cls_output: logits of shape [..., classes].
-        cls_targets_at_level: int64 of shape [...]: the class; -1 for background; -2 for an anchor that does not count.
-        num_positives_sum: the divisor, a tensor of one number.
-        num_real_classes: the classes behind these are padding and do not count.
-        alpha: weight of positives; that of negatives is ``1 - alpha``.
-        gamma: how much less a well classified example counts.
+        cls_targets_at_level: int64 of shape [...]: the class; -1 for background; -2 for an ignored anchor.
+        num_positives_sum: the divisor, a tensor with one element.
+        num_real_classes: the count of classes; logits of further classes are padding and are ignored.
+        alpha: the weight of positives; negatives have the weight ``1 - alpha``.
+        gamma: the focusing exponent, which reduces the weight of well classified examples.
         label_smoothing: ``s`` turns the targets 0 and 1 into ``s / 2`` and ``1 - s / 2``.
 
     Returns:
@@ -43,7 +43,7 @@ def focal_loss(
 
     smooth = where_positive(1.0 - label_smoothing / 2, label_smoothing / 2)
     entropy = F.binary_cross_entropy_with_logits(logits, smooth, reduction="none")
-    # (1 - p_t) ** gamma by its logarithm, whose gradient is finite also where p_t rounds to 1.
+    # Compute (1 - p_t) ** gamma from its logarithm, whose gradient is finite even if p_t rounds to 1.
     missed = F.logsigmoid(torch.where(positive, -logits, logits))
     weight = where_positive(alpha, 1.0 - alpha) * torch.exp(gamma * missed)
     counts = torch.where(target == _IGNORED, 0.0, weight * entropy)

@@ -12,19 +12,19 @@ __all__ = ["GroupNorm"]
 
 
 class GroupNorm(nn.GroupNorm):
-    """``torch.nn.GroupNorm`` whose parameters may have another dtype than the input, followed by SiLU if asked.
+    """``torch.nn.GroupNorm`` whose parameters and input may have different dtypes, optionally followed by SiLU.
 
     Args:
         num_groups: number of groups.
         num_channels: number of channels, a multiple of ``num_groups``.
         eps: added to the variance.
-        affine: whether there are a weight and a bias.
-        device: of the parameters.
-        dtype: of the parameters.
+        affine: create a weight and a bias.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
         act: "" for none; "silu" or "swish".
 
     Raises:
-        ArgumentValueError: for another activation.
+        ArgumentValueError: for any other activation.
     """
 
     def __init__(
@@ -53,5 +53,5 @@ class GroupNorm(nn.GroupNorm):
         return (F.silu(y) if self.act else y).to(input.dtype)
 
     def extra_repr(self) -> str:
-        """The arguments."""
+        """Return the arguments as text."""
         return super().extra_repr() + (f", act={self.act}" if self.act else "")

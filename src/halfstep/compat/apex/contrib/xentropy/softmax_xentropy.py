@@ -9,7 +9,7 @@ __all__ = ["SoftmaxCrossEntropyLoss"]
 
 
 class SoftmaxCrossEntropyLoss:
-    """A namespace for ``apply``: in Apex this was an ``autograd.Function``, which nobody constructs."""
+    """A namespace for ``apply``: in Apex this was an ``autograd.Function``, which has no instances."""
 
     @staticmethod
     def apply(
@@ -19,14 +19,14 @@ class SoftmaxCrossEntropyLoss:
         padding_idx: int = 0,
         half_to_float: bool = False,
     ) -> torch.Tensor:
-        """The loss of each label: ``(1 - smoothing) * -log p[label] + smoothing * mean(-log p)``, computed in fp32.
+        """Compute each label's loss ``(1 - smoothing) * -log p[label] + smoothing * mean(-log p)`` in fp32.
 
         Args:
-            logits: floating, of shape [..., classes].
-            labels: int64, of shape [...].
+            logits: a floating tensor of shape [..., classes].
+            labels: an int64 tensor of shape [...].
             smoothing: the share of a label that is spread over all classes.
-            padding_idx: where this is the label, loss and gradient are zero. The default is class 0, as in Apex.
-            half_to_float: losses are float32, and otherwise have the dtype of the logits.
+            padding_idx: a label whose loss and gradient are zero. The default is class 0, as in Apex.
+            half_to_float: return float32 losses instead of losses in the dtype of the logits.
 
         Returns:
             Losses of the shape of ``labels``. The gradient has the dtype of the logits.
