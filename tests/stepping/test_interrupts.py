@@ -290,6 +290,22 @@ def test_an_interrupt_between_the_opening_of_a_block_and_its_first_line(after: s
     assert alike(*(outcome(world, _AFTER[after]) for world in worlds))
 
 
+def interrupt(*_: Any, **__: Any) -> None:
+    """Stand in for a function in which the user presses Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_a_backward_pass_does_not_end_the_casts_of_o1(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("O1", torch.float16, _MAKERS["SGD"])
+    loss = world.loss(3)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("halfstep.casting.scope.leave", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+
+
 @pytest.mark.parametrize("way", ["with", "ExitStack", "generator"])
 def test_a_block_that_somebody_will_leave_is_open(way: str) -> None:
     world = World("O1", torch.float16, _MAKERS["SGD"])
@@ -333,9 +349,6 @@ def test_an_interrupt_before_the_overflow_is_noted(held: bool, seed: int, monkey
     worlds = [World("O2", torch.float16, _MAKERS["RMSprop"]) for _ in range(2)]
     for world in worlds if held else []:
         world.block(5)
-
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         patched.setattr("halfstep.stepping.scaled_backward.record_pass", interrupt)

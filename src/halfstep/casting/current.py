@@ -265,8 +265,8 @@ def restore(saved: Saved, *, in_op: bool = False) -> None:
     ours = [each for each in saved.modes if isinstance(each, CastMode)]
     if ours not in ([], [mode]):  # those of compiled code
         set_function_modes(saved.modes)
-    elif not in_op:
-        place(mode, bool(ours) and mode.is_needed)
+    else:  # inside of an op the mode is not on the stack, unless an interrupted op has left it there
+        place(mode, not in_op and bool(ours) and mode.is_needed)
 
 
 def close(owner: object, *, in_op: bool = False) -> bool:
@@ -291,6 +291,9 @@ def close_interrupted(*, in_op: bool = False) -> None:
     # A ``with`` block has no frame, and always is running.
     while thread.open and thread.open[-1].frame not in (None, *_frames()):
         close(thread.open[-1].owner, in_op=in_op)
+        if not thread.open and thread.mode.session is not None:
+            # The call was perhaps inside of an op in which native autocast was off, and has ended with that op.
+            set_current(thread.mode.config, thread.mode.config.native, thread.mode.session, in_op=in_op)
     if thread.traced and not any(frame.f_code.co_filename.endswith(_EVAL_FRAME) for frame in _frames()):
         while thread.traced:
             leave_traced()

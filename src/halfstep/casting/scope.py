@@ -15,8 +15,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ContextDecorator
 from types import FrameType
 from typing import Any
 
@@ -63,18 +63,25 @@ __all__ = [
 ]
 
 
-class OpCasting(CastingConfig):
+class OpCasting(CastingConfig, ContextDecorator):
     """What is done to ops, and a scope in which it is done; thread-local, re-entrant.
 
     An inner scope replaces the outer one. Backward passes inside are not cast, and activation checkpoints made inside
     recompute under the same lists.
+
+    Attributes:
+        by_call: True if only functions of halfstep enter it, and leave it before they return. After an interrupt that
+            comes before ``__exit__`` has begun, the next scope or op finds then that the call is over. A user's scope
+            may be entered by a helper that returns.
     """
+
+    by_call = False
 
     def __enter__(self) -> OpCasting:
         if torch.compiler.is_dynamo_compiling():
             dynamo.enter_scope(self)
         else:
-            enter(self, self, explicit=True)
+            enter(self, self, sys._getframe(1) if self.by_call else None, explicit=True)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -90,7 +97,8 @@ NO_CASTING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE)
 
 _ONLY_MEETING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE, meets=True)
 """A scope in which only those ops are cast that torch has refused."""
-_ONLY_MEETING.reaches_later = True  # as the casting does in which the backward pass runs
+# The casting around the backward pass has reached already what runs later.
+NO_CASTING.by_call = _ONLY_MEETING.by_call = _ONLY_MEETING.reaches_later = True
 
 
 # ---- scopes of one thread
@@ -143,11 +151,9 @@ def active_casting() -> OpCasting | None:
     return current if isinstance(current, OpCasting) and current.enabled else None
 
 
-@contextmanager
-def disable_casts() -> Iterator[None]:
-    """A scope without op casting, in this thread; exceptions and nesting leave it as they found it."""
-    with OpCasting(None, enabled=False):
-        yield
+def disable_casts() -> OpCasting:
+    """A scope or decorator without op casting, in this thread; exceptions and nesting leave it as they found it."""
+    return OpCasting(None, enabled=False)
 
 
 # ---- sessions of the process

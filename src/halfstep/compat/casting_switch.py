@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 from ..casting.scope import active_casting, disable_casts, join_session, session_casting
 
@@ -12,7 +13,7 @@ __all__ = ["CastingSwitch"]
 class CastingSwitch:
     """``handle._is_active``, which some scripts set to False and back instead of using ``disable_casts``."""
 
-    _off: AbstractContextManager[None] | None = None
+    _off: AbstractContextManager[Any] | None = None
 
     def is_active(self) -> bool:
         """True if this thread casts ops."""
@@ -27,8 +28,7 @@ class CastingSwitch:
     def _is_active(self, active: bool) -> None:
         """Turn op casts in this thread on or off."""
         if not active and self._off is None:
-            self._off = disable_casts()
-            self._off.__enter__()
+            self._off = disable_casts().__enter__()
         elif active and self._off is not None:
             self._off.__exit__(None, None, None)
             self._off = None

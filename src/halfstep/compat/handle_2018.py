@@ -153,7 +153,7 @@ class NoOpHandle:
         """Attach an optimizer unless it is attached; None if this handle is disabled or deactivated."""
         return None
 
-    def _disable_casts(self) -> AbstractContextManager[None]:
+    def _disable_casts(self) -> AbstractContextManager[Any]:
         """Return a block without op casts."""
         return nullcontext()
 
@@ -241,7 +241,7 @@ class AmpHandle(CastingSwitch, NoOpHandle):
             share_overflows([one for each in self._attached if (one := attached_to(each)) is not None])
         return found
 
-    def _disable_casts(self) -> AbstractContextManager[None]:
+    def _disable_casts(self) -> AbstractContextManager[Any]:
         return disable_casts()
 
     def _clear_cache(self) -> None:

@@ -81,7 +81,7 @@ def as_reference(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         value = (tensor if master is None else master).detach()
         return value.to(dtype) if value.is_floating_point() and value.dtype.itemsize < dtype.itemsize else value
 
-    with _copies(model, wide), NO_CASTING:
+    with _copies(model, wide), OpCasting(**NO_CASTING.settings):
         modules.remove_hooks(model)
         yield
 
