@@ -20,7 +20,7 @@ from .emulated_products import canonical_name, emulate_products, op_name
 from .grouped_casts import cast_together
 from .min_cut import fewest_casts
 
-__all__ = ["GUARD", "Casting", "Row", "cast_graph"]
+__all__ = ["GUARD", "CastGraph", "CastRow", "cast_graph"]
 
 GUARD = "halfstep_fp16_guard"
 """The key under which ``fp16_guard`` marks nodes."""
@@ -31,7 +31,7 @@ _SMALL = 2**14  # elements
 
 
 @dataclass(frozen=True)
-class Row:
+class CastRow:
     """The outcome for one op: its name, the dtypes of its inputs and its result, and the rule that decided."""
 
     name: str
@@ -42,7 +42,7 @@ class Row:
 
 
 @dataclass
-class Casting:
+class CastGraph:
     """A graph with casts.
 
     Attributes:
@@ -54,7 +54,7 @@ class Casting:
     """
 
     module: fx.GraphModule
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CastRow] = field(default_factory=list)
     casts_before: int = 0
     casts_after: int = 0
     half_params: frozenset[str] = frozenset()
@@ -71,7 +71,7 @@ def cast_graph(
     together: int | None = None,
     emulate: Emulate = "auto",
     opaque: bool | None = None,
-) -> Casting:
+) -> CastGraph:
     """Insert casts into a copy of a graph of aten ops.
 
     Args:
@@ -112,9 +112,9 @@ class _CastPass:
     moves: set[fx.Node] = field(default_factory=set)  # ops that only move data
     casts: set[fx.Node] = field(default_factory=set)  # the inserted casts
 
-    def run(self, outside: bool, emulate: Emulate, opaque: bool | None) -> Casting:
+    def run(self, outside: bool, emulate: Emulate, opaque: bool | None) -> CastGraph:
         self.graph = self.module.graph
-        self.casting = Casting(self.module)
+        self.casting = CastGraph(self.module)
         for node in list(self.graph.nodes):
             if op_name(node) == "_assert_tensor_metadata":
                 self.graph.erase_node(node)
@@ -304,7 +304,7 @@ class _CastPass:
         rule = self.rule[node]
         why = self.lists.reason(canonical_name(node)) if rule in ("half", "float", "banned") else ""
         self.casting.rows.append(
-            Row(node.name, name, names[wanted], names[self.label[node]], f"{rule} ({why})" if why else rule)
+            CastRow(node.name, name, names[wanted], names[self.label[node]], f"{rule} ({why})" if why else rule)
         )
 
 

@@ -19,7 +19,7 @@ from ...core.checks import check_flag, check_kind
 from ...core.compiler_compat import export_errors, size_expression
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.files import replacing
-from ...graph.cast_pass import Casting
+from ...graph.cast_pass import CastGraph
 from .archive import in_fp32, read_archive, write_archive
 from .graph_edits import evaluate, with_outputs, without_idle_broadcasts
 from .tape import VALUE, Tape, Variable
@@ -148,7 +148,7 @@ class Program:
         feed_names: Sequence[str] = (),
         has_loss: bool = False,
     ) -> None:
-        self.casting: Casting | None = None
+        self.casting: CastGraph | None = None
         self.trainer: Trainer | None = None
         self.tape = Tape(self) if exported is None else None
         self._recorded = 0  # count of the tape's calls that are in the graph
@@ -280,7 +280,7 @@ class Program:
         assert self.loss
         self.train_with(Trainer(optimizer, GradScaler(enable=False)))
 
-    def train_with(self, trainer: Trainer, casting: Casting | None = None) -> None:
+    def train_with(self, trainer: Trainer, casting: CastGraph | None = None) -> None:
         """Train the program with a trainer, in the graph with casts if there is one."""
         if self._tests is not None:
             raise UsageError("This program is a test, by clone(for_test=True); minimize the loss of what it tests.")
