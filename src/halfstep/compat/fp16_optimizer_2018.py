@@ -12,10 +12,10 @@ from ..gradients.held_masters import write_master
 from . import fp16_utils
 from .optimizer_wrapper import forwarded
 
-__all__ = ["FP16_Optimizer"]
+__all__ = ["FP16OptimizerOf2018"]
 
 
-class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
+class FP16OptimizerOf2018(fp16_utils.FP16_Optimizer):
     """Masters and a loss scale around a fused optimizer, in the form that ``apex.optimizers`` had in 2018.
 
     Unlike in ``halfstep.fp16_utils.FP16_Optimizer``, ``backward`` leaves the gradients scaled, ``step`` unscales them

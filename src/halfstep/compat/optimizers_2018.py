@@ -18,7 +18,7 @@ from ..kernels.tensor_table import Number
 from ..optimizers.base import FusedOptimizer, Hyper, Step
 from ..optimizers.param_rows import GroupRows, ParamRows
 
-__all__ = ["FusedAdam", "FusedAdamOf2018", "FusedSGD"]
+__all__ = ["ApexFusedAdam", "ApexFusedSGD", "FusedAdamOf2018"]
 
 Groups = Iterable[torch.Tensor] | Sequence[Sequence[torch.Tensor]] | None
 """A list of tensors for a single parameter group, or a list of tensors per group."""
@@ -102,23 +102,23 @@ def adam_of_2018(
     return {"param": param - step * step_size, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-class FusedAdam(_StepOf2018, optimizers.FusedAdam):
+class ApexFusedAdam(_StepOf2018, optimizers.FusedAdam):
     """``halfstep.optimizers.FusedAdam`` with the ``step`` of 2018, as ``apex.optimizers`` has it.
 
     A call with an argument that only the class of 2018 had (``eps_inside_sqrt``, ``use_mt``, ``amp_scale_adjustment``,
     ``max_grad_norm``) returns a ``FusedAdamOf2018``, which has the arithmetic of 2018.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> FusedAdam:
+    def __new__(cls, *args: Any, **kwargs: Any) -> ApexFusedAdam:
         """Return an instance of this class, or of ``FusedAdamOf2018`` for an argument of 2018."""
-        of_2018 = cls is FusedAdam and not _ONLY_2018.isdisjoint(kwargs)
+        of_2018 = cls is ApexFusedAdam and not _ONLY_2018.isdisjoint(kwargs)
         return super().__new__(FusedAdamOf2018 if of_2018 else cls)
 
 
 _ONLY_2018 = {"eps_inside_sqrt", "use_mt", "amp_scale_adjustment", "max_grad_norm"}
 
 
-class FusedAdamOf2018(FusedAdam):
+class FusedAdamOf2018(ApexFusedAdam):
     """Adam with the arithmetic of ``apex.contrib.optimizers`` and, until 2019, of ``apex.optimizers``.
 
     ``m`` and ``v`` are Adam's moments and ``rate`` is ``lr``, times ``sqrt(1 - beta2 ** t) / (1 - beta1 ** t)`` with
@@ -198,5 +198,5 @@ def _clipped(limit: float, rows: GroupRows, factor: Number) -> Number:
     return factor * clip_factor(norm, limit)
 
 
-class FusedSGD(_StepOf2018, optimizers.FusedSGD):
+class ApexFusedSGD(_StepOf2018, optimizers.FusedSGD):
     """``halfstep.optimizers.FusedSGD`` with the ``step`` of 2018, as ``apex.contrib.optimizers`` has it."""

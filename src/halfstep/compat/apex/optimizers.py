@@ -7,9 +7,9 @@ from typing import Any
 from torch.optim import Adadelta, RMSprop
 
 from ...optimizers import FusedAdagrad, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
-from ..fp16_optimizer_2018 import FP16_Optimizer
+from ..fp16_optimizer_2018 import FP16OptimizerOf2018 as FP16_Optimizer
 from ..missing import refusing
-from ..optimizers_2018 import FusedAdam
+from ..optimizers_2018 import ApexFusedAdam as FusedAdam
 from ..submodules import add_submodules
 
 __all__ = [

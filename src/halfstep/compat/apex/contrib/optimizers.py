@@ -1,10 +1,10 @@
 """``apex.contrib.optimizers``: the fused optimizers of 2018."""
 
 from ....optimizers import FusedLAMB
-from ...fp16_optimizer_2018 import FP16_Optimizer
+from ...fp16_optimizer_2018 import FP16OptimizerOf2018 as FP16_Optimizer
 from ...missing import refusing
+from ...optimizers_2018 import ApexFusedSGD as FusedSGD
 from ...optimizers_2018 import FusedAdamOf2018 as FusedAdam
-from ...optimizers_2018 import FusedSGD
 from ...submodules import add_submodules
 
 __all__ = ["FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"]
