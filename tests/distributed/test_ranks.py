@@ -14,7 +14,7 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.core.loss_scale import DynamicLossScale
 from halfstep.distributed import ddp_sync, flat_buckets
-from halfstep.distributed.ddp_hook import Reduction
+from halfstep.distributed.ddp_hook import DDPHook
 from halfstep.distributed.ddp_sync import BackwardRecord, RankSync, share_overflow
 from halfstep.gradients.loss_scaler import DeviceLossScaler
 from halfstep.gradients.table import Slot, record_of
@@ -24,7 +24,7 @@ from halfstep.stepping.backward import any_overflow
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-class Wrapper(Reduction):
+class Wrapper(DDPHook):
     """The reduction of two ranks for some parameters, without a wrapper of torch behind it."""
 
     factor = 1.0

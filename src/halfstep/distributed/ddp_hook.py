@@ -35,7 +35,7 @@ from ..gradients.master_registry import keeper_of
 from ..gradients.table import REDUCTIONS, OptimizerTable, Slot, record_of
 from .joining import is_joining, share_masters_after_join
 
-__all__ = ["Reduction", "reduction_of"]
+__all__ = ["DDPHook", "reduction_of"]
 
 
 def _register_wrapper(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
@@ -45,7 +45,7 @@ def _register_wrapper(module: torch.nn.Module, name: str, submodule: torch.nn.Mo
     if type(module).__name__ == "FullyShardedDataParallel":
         _refuse_masters(submodule)
     if isinstance(module, DistributedDataParallel) and name == "module":
-        REDUCTIONS.append(reduction := Reduction(module, submodule))
+        REDUCTIONS.append(reduction := DDPHook(module, submodule))
         module.register_forward_hook(_watch_outputs)
         weakref.finalize(module, REDUCTIONS.remove, reduction).atexit = False
         share_masters_after_join(module)
@@ -63,12 +63,12 @@ def _refuse_masters(module: torch.nn.Module) -> None:
 torch.nn.modules.module.register_module_module_registration_hook(_register_wrapper)
 
 
-def reduction_of(wrapper: DistributedDataParallel) -> "Reduction":
+def reduction_of(wrapper: DistributedDataParallel) -> "DDPHook":
     """Return the all-reduce of a wrapper."""
-    return next(one for one in REDUCTIONS if isinstance(one, Reduction) and one.wrapper() is wrapper)
+    return next(one for one in REDUCTIONS if isinstance(one, DDPHook) and one.wrapper() is wrapper)
 
 
-class Reduction:
+class DDPHook:
     """The all-reduce of one wrapper, which lives as long as the wrapper.
 
     Args:
@@ -406,7 +406,7 @@ class Reduction:
 @eager
 def _watch_outputs(wrapper: torch.nn.Module, _: Any, outputs: Any) -> None:
     """Watch the outputs of a wrapper's forward pass; the forward hook of the wrapper."""
-    found = (one for one in REDUCTIONS if isinstance(one, Reduction) and one.wrapper() is wrapper)
+    found = (one for one in REDUCTIONS if isinstance(one, DDPHook) and one.wrapper() is wrapper)
     reduction = next(found, None) if torch.is_grad_enabled() else None
     if reduction is not None:
         reduction.watch(outputs)
@@ -414,5 +414,5 @@ def _watch_outputs(wrapper: torch.nn.Module, _: Any, outputs: Any) -> None:
 
 def _communicate(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Reduce a bucket: the communication hook. Its state is weak because the wrapper owns the hook."""
-    reduction: Reduction = state()
+    reduction: DDPHook = state()
     return reduction.communicate(bucket)

@@ -7,7 +7,7 @@ time                             message of every rank                          
 ===============================  =====================================================  ==============================
 the first block or step with     the masters of the first rank, in flat buckets         ``find_wrappers``
 a new wrapper
-a backward pass that DDP         its buckets, including the gradients that earlier      ``Reduction.communicate``
+a backward pass that DDP         its buckets, including the gradients that earlier      ``DDPHook.communicate``
 synchronizes                     passes of this rank have accumulated
 the end of such a pass, if       one flag per loss scale: the pass overflowed           ``share_overflow``
 the loss is scaled
@@ -50,7 +50,7 @@ from ..core.errors import UsageError
 from ..gradients.async_reader import AsyncReader, capturing
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..gradients.table import REDUCTIONS, Slot
-from .ddp_hook import Reduction
+from .ddp_hook import DDPHook
 from .flat_buckets import average_gradients, share_masters
 
 __all__ = ["BackwardRecord", "RankSync", "share_overflow"]
@@ -89,13 +89,13 @@ class RankSync:
 
     def __init__(self) -> None:
         self.inside = False
-        self.reductions: list[Reduction] = []
+        self.reductions: list[DDPHook] = []
         self._found: tuple[object, ...] = ()  # the wrappers and counts of parameters at the latest search
         # In a backward pass: each wrapper, its count of averaged passes before, and the versions of its gradients.
-        self._open: list[tuple[Reduction, int, dict[torch.Tensor, int]]] = []
+        self._open: list[tuple[DDPHook, int, dict[torch.Tensor, int]]] = []
         self._slots: Sequence[Slot] = ()  # of the optimizer, in the open pass
         self._averages_in_place = False  # the open pass averages gradients of earlier passes in place
-        self._unsynced: dict[Reduction, int] = {}  # count of passes since the ranks averaged the wrapper's gradients
+        self._unsynced: dict[DDPHook, int] = {}  # count of passes since the ranks averaged the wrapper's gradients
         self._had_pass = False
         self._parted = False  # in this window ranks differ, and some ranks read this only after their step
         self._late = AsyncReader(3)  # differences between ranks that the host reads after the step
@@ -183,7 +183,7 @@ class RankSync:
             return
         self._found = seen
         before = self.reductions
-        candidates = [one for one in REDUCTIONS if isinstance(one, Reduction) and one.changes_gradients]
+        candidates = [one for one in REDUCTIONS if isinstance(one, DDPHook) and one.changes_gradients]
         self.reductions = [each for each in candidates if not each.params.isdisjoint(map(id, params))]
         self._unsynced = {each: passes for each, passes in self._unsynced.items() if each in self.reductions}
         for reduction in self.reductions:
@@ -222,7 +222,7 @@ class RankSync:
             elif brought or not reduction.will_sync:
                 self._unsynced[reduction] = self._unsynced.get(reduction, 0) + 1
 
-    def _has_saved(self, reduction: Reduction) -> bool:
+    def _has_saved(self, reduction: DDPHook) -> bool:
         """True if gradients of a wrapper's parameters are still set aside."""
         return any(slot.grad.saved is not None and reduction.holds(slot.param) for slot in self._slots)
 
@@ -232,7 +232,7 @@ class RankSync:
         closed = list(self._close())
         return carried or any(averaged for _, averaged, _ in closed)
 
-    def _close(self) -> Iterator[tuple[Reduction, bool, bool]]:
+    def _close(self) -> Iterator[tuple[DDPHook, bool, bool]]:
         """Yield each wrapper of the open pass, with two flags: ranks averaged its gradients; it got unaveraged ones."""
         opened, self._open, self._averages_in_place = self._open, [], False
         for reduction, allreduces, before in opened:
@@ -376,6 +376,6 @@ def _distinct(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
     return list({id(group): group for group in groups}.values())
 
 
-def _versions(reduction: Reduction, slots: Sequence[Slot]) -> dict[torch.Tensor, int]:
+def _versions(reduction: DDPHook, slots: Sequence[Slot]) -> dict[torch.Tensor, int]:
     """Return the version of each gradient of a wrapper, which changes when a backward pass adds to the gradient."""
     return {s.param: s.param.grad._version for s in slots if s.param.grad is not None and reduction.holds(s.param)}
