@@ -272,7 +272,7 @@ def test_wrappers_around_the_parameters_are_found_when_they_come(monkeypatch: py
     ranks.find_wrappers([p, q], [q], [])
     assert ranks.reductions == [late], "the other one is gone"
     inside = RankSync()
-    inside.inside = True
+    inside.delegates_to_outer = True
     inside.find_wrappers([p, q], [q], [])
     assert inside.reductions == [], "the optimizer around it does this"
 

@@ -91,7 +91,7 @@ def _telling_skips() -> Iterator[None]:
         yield
     finally:
         creation_callbacks.remove(note)
-        known = [stepping for stepping, ranks in made if not ranks.inside]
+        known = [stepping for stepping, ranks in made if not ranks.delegates_to_outer]
         skipped = sum(stepping.skipped for stepping in known)
         if skipped and _is_first():
             steps = counted(sum(stepping.calls for stepping in known), "step")

@@ -449,7 +449,7 @@ def reachable(named: Sequence[Window]) -> list[Window]:
         named: of the optimizers that the block belongs to.
     """
     here = get_ident()
-    beside = [one for one in WINDOWS if one not in named and one.thread == here and not one.ranks.inside]
+    beside = [one for one in WINDOWS if one not in named and one.thread == here and not one.ranks.delegates_to_outer]
     return [one for one in beside if one.keeper.optimizer is not None and not one.is_open()]
 
 

@@ -182,7 +182,7 @@ def prepare_optimizer(
     sharded = _sharded_state(optimizer)
     if sharded is not None:  # an optimizer over the parameters of this rank, which does the step
         inner = prepare_optimizer(sharded, policy, (), originals=originals, fused=fused, verbose=verbose)
-        inner.window.ranks.inside = True
+        inner.window.ranks.delegates_to_outer = True
     elif inner_optimizer(optimizer) is not None:
         own = False  # a wrapper whose step may write to weights has to find the masters in their places
     attached = attach(
