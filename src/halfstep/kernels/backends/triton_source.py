@@ -233,7 +233,7 @@ def source(kernel: ElementwiseKernel, layout: Layout, *, amd: bool = False) -> s
         statistics.append(f"tl.store(partial + {kernel.sums + i} * chunks + chunk, largest{i}.to(tl.float64))")
     body.extend([*statistics, *squares] if amd else [*squares, *statistics])
     for index in traced.checks:
-        # The sum of squares of fp32 values is finite where they are: that of fp64 values can overflow.
+        # The sum of squares of finite fp32 values is finite; the sum for fp64 values can overflow.
         seen = f"square{index}" if index in traced.squares and acc == "tl.float32" else f"v{index}"
         body.append(f"odd{index} = ({seen} != {seen}) | (tl.abs({seen}) == float('inf'))")
         if seen.startswith("v"):

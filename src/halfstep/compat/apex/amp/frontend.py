@@ -41,7 +41,7 @@ _IN_BFLOAT16 = ("O4", "O5")  # the ROCm fork's levels
 
 
 @functools.wraps(_initialize)
-def initialize(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - that of the original
+def initialize(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - the docstring of amp applies
     kwargs, scale = _without_ascend(kwargs)
     given = inspect.signature(_initialize).bind(*args, **kwargs).arguments
     if given.get("policy") is not None:
@@ -62,7 +62,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - that of the or
 
 
 @functools.wraps(_init)
-def init(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - that of the original
+def init(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - the docstring of amp applies
     kwargs["dtype"] = _dtype(kwargs.get("dtype"))
     edited = lists.edited()
     return _init(*args, **kwargs) if edited is None else _init(*args, **{"op_lists": edited, **kwargs})
