@@ -112,10 +112,7 @@ def test_an_optimizer_only_once() -> None:
     _, optimizer = amp.decorate(*pair(), level="O2")
     other, fresh = pair()
     for again in (optimizer, [fresh, optimizer]):
-        with pytest.raises(
-            UsageError,
-            match=r"This SGD has been through .* once, and once is all it can; make a new",
-        ):
+        with pytest.raises(UsageError, match=r"This SGD has been through .* once, and once is all it can; make a new"):
             amp.decorate(other, again, level="O2")
         assert unchanged(other, fresh)
     with pytest.raises(UsageError, match="make a new optimizer"):

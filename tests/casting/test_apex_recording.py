@@ -44,26 +44,16 @@ ROWS = [
 NEWER = "later libraries list it: torch.autocast, Paddle, or both"
 SAME_OP = "one op, one rule: Apex patched only the F. spelling"
 DIFFERENT: dict[str, tuple[Any, str]] = {
-    "torch.softmax": ("float32", SAME_OP),
-    "Tensor.softmax": ("float32", SAME_OP),
-    "torch.log_softmax": ("float32", SAME_OP),
-    "torch.layer_norm": ("float32", SAME_OP),
-    "torch.linalg.norm": ("float32", NEWER),
-    "torch.mean": ("float32", NEWER),
-    "Tensor.mean": ("float32", NEWER),
-    "F.embedding": ("float32", NEWER),
-    "F.huber_loss": ("float32", NEWER),
-    "F.scaled_dot_product_attention": ("float16", NEWER),
-    "torch.einsum": ("float16", NEWER),
+    **dict.fromkeys(("torch.softmax", "Tensor.softmax", "torch.log_softmax", "torch.layer_norm"), ("float32", SAME_OP)),
+    **dict.fromkeys(("torch.linalg.norm", "torch.mean", "Tensor.mean"), ("float32", NEWER)),
+    **dict.fromkeys(("F.embedding", "F.huber_loss"), ("float32", NEWER)),
+    **dict.fromkeys(("F.scaled_dot_product_attention", "torch.einsum"), ("float16", NEWER)),
     "nn.PReLU(x)": ("float16", "Apex missed the module, which held an unpatched reference"),
     "nn.Bilinear(x,y)": ("promote", "Apex missed the module; with fp32 weights the widest is fp32"),
     "2 / x": ("promote", "the reflected division of Apex went through the fp32-listed reciprocal"),
     "Tensor.cpu": ("promote", "a copy between devices is no arithmetic"),
     "torch.cat(tensors=)": ("promote", "Apex did not know the keyword"),
-    "a += b": ("self", "in place is in place: Apex bound a new tensor"),
-    "a -= b": ("self", "in place is in place: Apex bound a new tensor"),
-    "a *= b": ("self", "in place is in place: Apex bound a new tensor"),
-    "a /= b": ("self", "in place is in place: Apex bound a new tensor"),
+    **{f"a {sign}= b": ("self", "in place is in place: Apex bound a new tensor") for sign in "+-*/"},
     "a **= 2": ("refused", "as pow_: fp32 cannot be written into 16 bits"),
 }
 

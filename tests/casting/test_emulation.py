@@ -39,10 +39,7 @@ CALLS: dict[str, tuple[Call, list[tuple[int, ...]]]] = {
 }
 ATTENTION: dict[str, tuple[Call, list[tuple[int, ...]]]] = {
     "attention": (F.scaled_dot_product_attention, [(2, 3, 16, 8)] * 3),
-    "causal attention": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        [(2, 3, 16, 8)] * 3,
-    ),
+    "causal attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), [(2, 3, 16, 8)] * 3),
 }
 
 

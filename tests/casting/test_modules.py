@@ -18,14 +18,7 @@ from halfstep import amp
 from halfstep.casting import saved as saving
 from halfstep.casting.containers import cast_tree, map_tensors, tensors_in
 from halfstep.casting.modules import ModuleHooks, add_hooks, cast_module, device_types, has_casting, remove_hooks
-from halfstep.casting.scope import (
-    OpCasting,
-    begin_session,
-    deactivate,
-    end_session,
-    moved_to,
-    session_casting,
-)
+from halfstep.casting.scope import OpCasting, begin_session, deactivate, end_session, moved_to, session_casting
 from halfstep.core.errors import ArgumentTypeError, UsageError
 from halfstep.gradients import held_masters
 

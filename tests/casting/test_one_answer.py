@@ -48,7 +48,7 @@ def test_all_who_cast_give_one_answer(name: str, given: list[str], monkeypatch: 
 
 
 @GIVEN
-@pytest.mark.parametrize("level", ["O1", "O2", "O2!promote", "OD", "O1+exp-linear~sum"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O2!promote", "OD", "O1+exp-linear~sum^mm"])
 def test_a_captured_graph_gives_the_same_answer(level: str, given: list[str]) -> None:
     graph, lists = fx.Graph(), OpLists.parse(level)
     inputs = [graph.placeholder(f"x{i}") for i, _ in enumerate(given)]

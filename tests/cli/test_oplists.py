@@ -56,9 +56,9 @@ def test_the_reason_of_a_ban_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2", "OD"])
 def test_lists_of_another_level_and_of_one_s_own(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--level", level, "--white", "exp", "--white", "log", "--black", "matmul"]
-    lists = OpLists.custom(["exp", "log"], ["matmul"], level=level)
-    ops = ["exp", "log", "matmul", "softmax"]
+    options = ["--level", level, "--white", "exp", "--white", "log", "--black", "matmul", "--wide", "linear"]
+    lists = OpLists.custom(["exp", "log"], ["matmul"], wide=["linear"], level=level)
+    ops = ["exp", "log", "matmul", "linear", "softmax"]
     assert rows(run(monkeypatch, *ops, *options)) == [tuple(entry) for entry in entries(ops, lists=lists)]
 
 

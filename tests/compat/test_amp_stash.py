@@ -79,10 +79,7 @@ def test_fields_of_the_stash(name: str) -> None:
     assert (
         [*map(id, stash.fp32_from_fp32_groups[0])]
         == [*map(id, stash.all_fp32_params)]
-        == [
-            id(norm.weight),
-            id(norm.bias),
-        ]
+        == [id(norm.weight), id(norm.bias)]
     )
     by_place = dict(zip(map(id, optimizer.param_groups[0]["params"]), amp.master_params(optimizer), strict=True))
     for param, master in zip(half, stash.all_fp32_from_fp16_params, strict=True):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from halfstep import OpLists, oplists
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
@@ -23,7 +22,7 @@ from halfstep.oplists import LIST_LEVELS, RULES, Entry, entries, resolve
 
 SPELLINGS = pairs("""
     softmax=softmax aten::softmax=softmax aten::softmax.int=softmax aten::add_.Tensor=add F.softmax=softmax
-    torch.nn.functional.softmax=softmax torch.Tensor.add_=add torch.linalg.norm=linalg_norm linalg.norm=linalg_norm
+    torch.F.softmax=softmax torch.Tensor.add_=add torch.linalg.norm=linalg_norm linalg.norm=linalg_norm
     torch.fft.rfft=fft_rfft torch.special.expm1=expm1 torch.special.erfcx=special_erfcx __matmul__=matmul __iadd__=add
     __rsub__=sub true_divide=div concat=cat arccos_=acos reduce_sum=sum elementwise_add=add
     """)
@@ -68,25 +67,19 @@ def test_an_op_that_is_given_its_dtype_has_nothing_to_be_cast() -> None:
     assert resolve("tril_triu") == ("tril", "triu")
 
 
-@pytest.mark.parametrize(
-    ("function", "op"),
-    [
-        (torch.softmax, "softmax"),
-        (torch.Tensor.softmax, "softmax"),
-        (nn.functional.softmax, "softmax"),
-        (torch.Tensor.__matmul__, "matmul"),
-        (torch.Tensor.mul_, "mul"),
-        (operator.add, "add"),
-        (operator.itruediv, "div"),
-        (torch.linalg.norm, "linalg_norm"),
-        (torch.fft.rfft, "fft_rfft"),
-        (torch.special.expm1, "expm1"),
-        (torch.ops.aten.softmax, "softmax"),
-        (torch.ops.aten.softmax.int, "softmax"),
-    ],
-)
-def test_a_function_of_torch_is_its_op(function: Any, op: str) -> None:
-    assert resolve(function) == (op,)
+FUNCTIONS = pairs("""
+    torch.softmax=softmax torch.Tensor.softmax=softmax F.softmax=softmax torch.Tensor.__matmul__=matmul
+    torch.Tensor.mul_=mul operator.add=add operator.itruediv=div torch.linalg.norm=linalg_norm torch.fft.rfft=fft_rfft
+    torch.special.expm1=expm1 torch.ops.aten.softmax=softmax torch.ops.aten.softmax.int=softmax
+    F.grouped_mm=grouped_mm torch._grouped_mm=grouped_mm torch.arctan2=atan2 torch.row_stack=vstack
+    """)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_function_of_torch_is_its_op(function: str) -> None:
+    assert resolve(eval(function, {"torch": torch, "F": torch.nn.functional, "operator": operator})) == (
+        FUNCTIONS[function],
+    )
 
 
 class NotHashable:
@@ -133,7 +126,7 @@ RULED = pairs("""
     O2/binary_cross_entropy=float,loss O2!promote/exp=half,default O2!promote/view=free, OD/exp=float,exp-range
     OD/relu=float,default OD/linear=half,matrix-unit OD/view=free, native/matmul=free, O1+exp-matmul/exp=half,custom
     O1+exp-matmul/matmul=float,custom O1~exp/exp=free,custom O1~matmul/matmul=free,custom OD~matmul/matmul=free,custom
-    O1~binary_cross_entropy/binary_cross_entropy=free,custom
+    O1~binary_cross_entropy/binary_cross_entropy=free,custom O2^mm/mm=wide,custom
     """)
 
 
@@ -216,7 +209,7 @@ def test_lists_are_changed_by_making_others() -> None:
     assert lists.replace() == lists
 
 
-@pytest.mark.parametrize("text", ["O1", "O2!promote", "OD+gelu", "O1+exp+gelu-linear-matmul~cat~sum", "native"])
+@pytest.mark.parametrize("text", ["O1", "O2!promote", "OD+gelu", "O1+exp+gelu-linear-matmul~cat~sum^bmm^mm", "native"])
 def test_lists_are_printed_and_parsed(text: str) -> None:
     assert str(OpLists.parse(f" {text} ")) == text
 
@@ -234,6 +227,7 @@ def test_other_texts_are_no_lists(text: str) -> None:
         ({"white": ["exp"], "level": "native"}, ArgumentValueError, "level='native' is torch.autocast as it is"),
         ({"white": ["exp"], "black": [torch.exp]}, ArgumentValueError, "exp cannot run in both precisions"),
         ({"white": ["exp"], "free": ["exp"]}, ArgumentValueError, "white list overlap custom free list"),
+        ({"wide": ["exp"]}, ArgumentValueError, "wide has .'exp'., and only matrix products can be there"),
         ({"level": "native", "free": ["exp"]}, ArgumentValueError, "torch.autocast as it is"),
         ({"white": "exp"}, ArgumentTypeError, r"the white list is the string 'exp'; pass a list of ops, \['exp'\]"),
         ({"black": 3}, ArgumentTypeError, "the black list must be a list, tuple or set of ops, not 3"),

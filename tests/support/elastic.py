@@ -144,10 +144,7 @@ if __name__ == "__main__":
         meeting = Path(sys.argv[2]) / f"meeting{os.environ['TORCHELASTIC_RESTART_COUNT']}"
         place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(str(meeting), place["world_size"]),
-            timeout=timedelta(seconds=30),
-            **place,
+            "gloo", store=dist.FileStore(str(meeting), place["world_size"]), timeout=timedelta(seconds=30), **place
         )
         end = train(dist.get_rank(), Path(sys.argv[2]), int(sys.argv[3]))
         if dist.get_rank() == 0:

@@ -38,18 +38,10 @@ _NO_SHAPES = "torch has no code that gives only the shape of its result"
 _READS = "torch's own code reads a value"
 _GIVES = "what it gives depends on the values"
 NOT_ON_FAKES = {
+    **dict.fromkeys(("gru", "gru_cell", "ctc_loss", "geqrf"), _NO_SHAPES),
+    **dict.fromkeys(("cov", "corrcoef", "gaussian_nll_loss", "istft"), _READS),
+    **dict.fromkeys(("linalg_lstsq", "equal", "allclose"), _GIVES),
     "grouped_mm": "torch's code that gives the shape of its result takes bfloat16 alone",
-    "gru": _NO_SHAPES,
-    "gru_cell": _NO_SHAPES,
-    "ctc_loss": _NO_SHAPES,
-    "geqrf": _NO_SHAPES,
-    "cov": _READS,
-    "corrcoef": _READS,
-    "gaussian_nll_loss": _READS,
-    "istft": _READS,
-    "linalg_lstsq": _GIVES,
-    "equal": _GIVES,
-    "allclose": _GIVES,
 }
 """Ops that cannot run on fake tensors, whoever casts them; a real GPU runs them."""
 

@@ -46,28 +46,19 @@ SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...], dict[str, 
     "bilinear": ((BATCH, (3, 5), (2, 4, 5)), (), {}),
     "dot": (((4,), (4,)), (), {}),
     "cross": (((2, 3), (2, 3)), (), {"dim": 1}),
-    "dist": ((BATCH, BATCH), (), {}),
     "pow": ((BATCH,), (2,), {}),
     "renorm": ((BATCH,), (2, 0, 1.0), {}),
-    "cumsum": ((BATCH,), (0,), {}),
-    "cumprod": ((BATCH,), (0,), {}),
-    "softmax": ((BATCH,), (1,), {}),
-    "softmin": ((BATCH,), (1,), {}),
-    "log_softmax": ((BATCH,), (1,), {}),
     "layer_norm": ((BATCH, (4,), (4,)), (), {}),
     "group_norm": ((BATCH, (4,), (4,)), (), {}),
     "local_response_norm": (((2, 3, 4),), (2,), {}),
-    "cosine_similarity": ((BATCH, BATCH), (), {}),
     "interpolate": (((1, 2, 4),), (), {"scale_factor": 2}),
     "grid_sample": (((1, 1, 4, 4), (1, 3, 3, 2)), (), {"align_corners": False}),
     "clamp": ((BATCH,), (0.1, 0.9), {}),
     "where": ((BATCH, BATCH), (), {}),
-    "maximum": ((BATCH, BATCH), (), {}),
     "cross_entropy": ((BATCH,), (LABELS,), {}),
     "nll_loss": ((BATCH,), (LABELS,), {}),
     "multi_margin_loss": ((BATCH,), (LABELS,), {}),
     "multilabel_margin_loss": ((BATCH,), (torch.tensor([[0, 2, -1, 0]] * 3),), {}),
-    "multilabel_soft_margin_loss": ((BATCH, BATCH), (), {}),
     "hinge_embedding_loss": ((BATCH,), (torch.ones(BATCH, dtype=torch.int64),), {}),
     "soft_margin_loss": ((BATCH,), (torch.ones(BATCH, dtype=torch.int64),), {}),
     "cosine_embedding_loss": ((BATCH, BATCH), (torch.ones(3, dtype=torch.int64),), {}),
@@ -77,12 +68,16 @@ SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...], dict[str, 
     "max_pool1d": (((1, 2, 4),), (2,), {}),
     "instance_norm": (((2, 3, 4),), (), {}),
     "scaled_dot_product_attention": (((1, 2, 3, 4),) * 3, (), {}),
-    "equal": ((BATCH, BATCH), (), {}),
 }
+SHAPES |= dict.fromkeys(("softmax", "softmin", "log_softmax"), ((BATCH,), (1,), {}))
+SHAPES["cumsum"] = SHAPES["cumprod"] = ((BATCH,), (0,), {})
 SHAPES["addcmul"] = SHAPES["addcdiv"] = ((BATCH,) * 3, (), {})
 SHAPES["kl_div"] = ((BATCH, BATCH), (), {"reduction": "sum"})
 BINARY = "add sub mul div atan2 eq ne ge gt le lt binary_cross_entropy_with_logits binary_cross_entropy l1_loss"
-for _op in (BINARY + " mse_loss smooth_l1_loss poisson_nll_loss huber_loss").split():
+BINARY += (
+    " mse_loss smooth_l1_loss poisson_nll_loss huber_loss maximum cosine_similarity dist multilabel_soft_margin_loss"
+)
+for _op in (BINARY + " equal").split():
     SHAPES[_op] = ((BATCH, BATCH), (), {})
 
 _SIGNS = "+ - * / // ** @ == != >= > <= < += -= *= /= **="

@@ -26,9 +26,9 @@ _LEVELS = ("O0", "OD", "O1", "O2")
 
 
 @traced_as_constant
-def _printed(white: Any, black: Any, level: str, use_promote: bool) -> str:
+def _printed(white: Any, black: Any, **settings: Any) -> str:
     """The lists as text. Dynamo calls this while it traces, and holds the text as a constant."""
-    return str(OpLists.custom(white, black, level=level, use_promote=use_promote))
+    return str(OpLists.custom(white, black, **settings))
 
 
 def _devices(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
@@ -77,6 +77,8 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         custom_white_list: ops to run in 16 bits; names or torch functions, in a list, tuple or set. Wins over the
             lists of the level.
         custom_black_list: ops to run in fp32.
+        custom_wide_list: matrix products that read 16-bit operands and give an fp32 result, such as "linear" around a
+            router or the logits.
         level: "O1": the half list in 16 bits, the float list in fp32, the rest in the widest dtype of its inputs.
             "O2": the float list is down to embedding, interpolation and scatter. "OD": only matrix products,
             convolutions and the white list in 16 bits, everything else in fp32. "O0": no casts. Any case.
@@ -113,6 +115,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         use_promote: bool = True,
         *,
         device_type: str | Iterable[str] | None = None,
+        custom_wide_list: Iterable[object] | None = None,
         emulate: Emulate = "auto",
         enabled: bool | None = None,
         cache_enabled: bool | None = None,
@@ -143,10 +146,8 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         if enabled and emulate is False and not torch.compiler.is_dynamo_compiling():
             warn_if_slow(torch.device(devices[-1] if devices else accelerator() or "cpu"), half)
         level = "O1" if level == "O0" else level
-        if torch.compiler.is_dynamo_compiling():
-            lists: Any = _printed(custom_white_list, custom_black_list, level, use_promote)
-        else:
-            lists = OpLists.custom(custom_white_list, custom_black_list, level=level, use_promote=use_promote)
+        make: Any = _printed if torch.compiler.is_dynamo_compiling() else OpLists.custom
+        lists = make(custom_white_list, custom_black_list, wide=custom_wide_list, level=level, use_promote=use_promote)
         self.casting = OpCasting(half, lists, enabled=enabled, devices=devices, emulate=emulate)
 
     def __enter__(self) -> auto_cast:

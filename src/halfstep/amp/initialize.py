@@ -52,6 +52,7 @@ def initialize(
     op_lists: OpLists | None = None,
     custom_white_list: Iterable[object] | None = None,
     custom_black_list: Iterable[object] | None = None,
+    custom_wide_list: Iterable[object] | None = None,
     emulate: Emulate = "auto",
     policy: Policy | None = None,
     fused: bool = True,
@@ -99,6 +100,7 @@ def initialize(
         op_lists: which ops run in which precision; only at O1.
         custom_white_list: ops to run in 16 bits, names or torch functions, against the lists of O1; only there.
         custom_black_list: ops to run in fp32, likewise.
+        custom_wide_list: matrix products that read 16-bit operands and give an fp32 result, likewise.
         emulate: "auto" runs matrix products, convolutions, attention and recurrent layers in fp32 kernels, on 16-bit
             numbers and with 16-bit results, where the device has no 16-bit units. True does so everywhere, False
             nowhere. The dtypes are the same in all cases.

@@ -4,13 +4,13 @@ them, or a policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..core.checks import check_switch
+from ..core.checks import check_kind, check_switch
 from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half, parse_state_form
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.loss_scale import LossScaleSpec, check_loss_scale
@@ -119,7 +119,7 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
     fields = dict(overrides)
     casts_ops = fields.pop("patch_torch_functions", defaults.op_lists is not None)
     cast = fields.pop("cast_model_type", defaults.param_dtype) or None
-    lists = _check_lists(level, casts_ops, given["op_lists"], given["custom_white_list"], given["custom_black_list"])
+    lists = _check_lists(level, casts_ops, given)
     cast_ops, outputs = given["cast_ops"], given["cast_model_outputs"]
     check_switch("cast_ops", cast_ops, or_none=True)
     if cast_ops is not None and cast not in HALF_DTYPES:
@@ -246,11 +246,8 @@ ARGUMENTS = {
     "master_weights": Argument("master_weights", _master_weights),
     "loss_scale": Argument("loss_scale", _loss_scale),
     "cast_model_outputs": Argument("output_dtype"),
-    "op_lists": Argument("op_lists"),
-    "custom_white_list": Argument("op_lists"),
-    "custom_black_list": Argument("op_lists"),
-    "cast_ops": Argument("cast_ops"),
-    "state_dtype": Argument("state_dtype"),
+    **{name: Argument(name) for name in ("op_lists", "cast_ops", "state_dtype")},
+    **{f"custom_{name}_list": Argument("op_lists") for name in ("white", "black", "wide")},
 }
 """The arguments of ``amp.initialize`` that describe a recipe, by name."""
 
@@ -259,31 +256,20 @@ def _show(value: Any) -> str:
     return dtype_name(value) if isinstance(value, torch.dtype) else str(value)
 
 
-def _check_lists(
-    level: str,
-    casts_ops: bool,
-    op_lists: OpLists | None,
-    white: Iterable[object] | None,
-    black: Iterable[object] | None,
-) -> OpLists:
+def _check_lists(level: str, casts_ops: bool, given: Mapping[str, Any]) -> OpLists:
     """The op lists of O1."""
-    if op_lists is None and white is None and black is None:
+    op_lists = given["op_lists"]
+    custom = {name: each for name in ("white", "black", "wide") if (each := given[f"custom_{name}_list"]) is not None}
+    if op_lists is None and not custom:
         return OpLists.default()
     if not casts_ops:
         raise UsageError(
-            f"op_lists, custom_white_list and custom_black_list say how ops are cast, and at {level} none are; use "
-            'opt_level="O1".'
+            f"op_lists, custom_white_list, custom_black_list and custom_wide_list say how ops are cast, and at {level} "
+            'none are; use opt_level="O1".'
         )
     if op_lists is None:
-        return OpLists.custom(white, black)
-    if not isinstance(op_lists, OpLists):
-        raise ArgumentTypeError(
-            f"op_lists must be a halfstep.OpLists, not {op_lists!r}; lists of ops are custom_white_list= and "
-            "custom_black_list=."
-        )
-    if white is not None or black is not None:
-        raise UsageError(
-            "op_lists and custom lists were both given; put the custom ones into op_lists: "
-            "OpLists.custom(white, black)."
-        )
-    return op_lists
+        return OpLists.custom(**custom)
+    check_kind("op_lists", op_lists, OpLists, "a halfstep.OpLists, and custom_white_list= and the like lists of ops")
+    if custom:
+        raise UsageError("op_lists and custom lists were both given; put them into one: OpLists.custom(white, black).")
+    return op_lists  # type: ignore[no-any-return]

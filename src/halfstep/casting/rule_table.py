@@ -62,9 +62,9 @@ def build_table(
     def rule_of(name: str, inplace: bool, within: str) -> Rule | None:
         op, natively = row(name), {row_of(within).native(device) for device in devices}
         rule = _cast_rule(op, inplace, natively, lists, explicit, verbose)
-        if inplace or op.kind not in kinds or op.list in ("float", "banned"):
+        if inplace or (op.kind not in kinds and op.list != "wide") or op.list in ("float", "banned"):
             return rule
-        return rules.bind(rules.emulated, name, op.kind, op.list == "half", rule)
+        return rules.bind(rules.emulated, name, op.kind, op.list, rule)
 
     casts = lists is not None or meets
     table: dict[Callable[..., Any] | str, Rule] = {}

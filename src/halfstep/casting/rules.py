@@ -20,6 +20,7 @@ from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..core.errors import UnsafeOpError
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import is_any_autocast_enabled, jit_tracing_state, saved_hooks_allowed
+from . import wide
 from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule
 from .emulation import has_own_ops, narrow, widen
@@ -284,28 +285,30 @@ def float_inplace(name: str, mode: CastMode, func: Callable[..., Any], args: Any
 def emulated(
     name: str,
     kind: str,
-    lowers: bool,
+    listed: str,
     otherwise: Rule | None,
     mode: CastMode,
     func: Callable[..., Any],
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """An op in 16 bits, run in fp32 on the same numbers where the device has no units for it.
+    """An op in 16 bits, run in fp32 on the same numbers where the device has no units for it, or for an fp32 result.
 
     Args:
         name: of the op.
         kind: the op's class in ``OP_CLASSES``.
-        lowers: whether it is on the half list, so that fp32 arguments are rounded as well.
+        listed: its list. On "half" and "wide" fp32 arguments are rounded as well.
         otherwise: the rule for calls that are not emulated; None calls as it is.
         mode: the mode.
         func: the op.
         args: its arguments.
         kwargs: its keyword arguments.
     """
-    half = None if kwargs.get("out") is not None else _emulated_dtype(mode, args, kwargs, kind, lowers)
+    half = None if kwargs.get("out") is not None else _emulated_dtype(mode, args, kwargs, kind, listed)
     if half is None:
         return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
+    if listed == "wide" and ("cuda", half, kind) not in mode.config.emulated and wide.has_kernel(name, args, kwargs):
+        return to_half(name, mode, functools.partial(wide.product, name), args, kwargs)
     plain = _is_compiling() or jit_tracing_state() is not None or name in STEPWISE or not saved_hooks_allowed()
     kept: Kept | None = None if plain else {}
     args = _rounded(mode, half, name, args, kept)
@@ -316,7 +319,7 @@ def emulated(
     result = run_product(call, kept, half, kind) if kept else call()
     if not isinstance(result, torch.Tensor):
         return map_tensors(lambda tensor: narrow(tensor, half) if tensor.dtype is torch.float32 else tensor, result)
-    if result.dtype is not torch.float32:
+    if result.dtype is not torch.float32 or listed == "wide":
         return result
     return narrow(result, half) if _is_compiling() else result.to(half)
 
@@ -350,7 +353,7 @@ def _rounded(mode: CastMode, half: torch.dtype, name: str, values: Iterable[Any]
     return rounded
 
 
-def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str, lowers: bool) -> torch.dtype | None:
+def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str, listed: str) -> torch.dtype | None:
     """The 16-bit dtype in which an op on these arguments is emulated; None if it is not."""
     tensors: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()):
@@ -363,7 +366,7 @@ def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str
     if len(tensors) < 2 or foreign:  # an einsum of one tensor is a view
         return None
     device, dtypes = tensors[0].device.type, {tensor.dtype for tensor in tensors}
-    half = mode.half_of(tensors[0]) if lowers else None
+    half = mode.half_of(tensors[0]) if listed in ("half", "wide") else None
     plain = half is None and not mode.config.native and not mode.plan.explicit and device in NATIVE
     if plain and torch.is_autocast_enabled(device):  # the user's, in a scope without casts
         half = torch.get_autocast_dtype(device)
@@ -371,7 +374,8 @@ def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str
         dtype, fits = tensors[0].dtype, len(dtypes) == 1
     else:
         dtype, fits = half, dtypes.issubset(CASTABLE)
-    return dtype if fits and (device, dtype, kind) in mode.config.emulated else None
+    runs = (device, dtype, kind) in mode.config.emulated or (half is not None and listed == "wide")
+    return dtype if fits and runs else None
 
 
 # ---- other calls that the mode has to see

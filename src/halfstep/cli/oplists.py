@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 __all__ = ["command"]
@@ -21,7 +23,8 @@ __all__ = ["command"]
 )
 @click.option("--white", multiple=True, metavar="OP", help="as in custom_white_list; may be given again")
 @click.option("--black", multiple=True, metavar="OP", help="as in custom_black_list; may be given again")
-def command(names: tuple[str, ...], device: str, level: str, white: tuple[str, ...], black: tuple[str, ...]) -> None:
+@click.option("--wide", multiple=True, metavar="OP", help="as in custom_wide_list; may be given again")
+def command(names: tuple[str, ...], device: str, level: str, **custom: Any) -> None:
     """Print the rule of each op of a list, or of the ops NAMES, written as in torch or Paddle."""
     from rich.console import Console
     from rich.table import Table
@@ -31,7 +34,7 @@ def command(names: tuple[str, ...], device: str, level: str, white: tuple[str, .
     from .tables import print_whole
 
     try:
-        found = entries(names, lists=OpLists.custom(white, black, level=level), device=device)
+        found = entries(names, lists=OpLists.custom(level=level, **custom), device=device)
     except HalfstepError as error:
         raise click.UsageError(str(error)) from error
     table = Table("op", "rule", "reason", f"torch.autocast on {device}", "16 bits")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from types import NoneType
 
 import torch
 
+from .checks import check_kind
 from .dtypes import HALF_DTYPES, StateForm, dtype_name, parse_dtype, parse_half, parse_state_form
 from .errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
 from .loss_scale import LossScaleSpec, loss_scale_text, parse_loss_scale
@@ -167,19 +169,12 @@ def check_policy(policy: Policy) -> None:
         UsageError: for fields that contradict each other.
     """
     for name in ("param_dtype", "compute_dtype", "output_dtype"):
-        value = getattr(policy, name)
-        if value is None:
-            continue
-        if not isinstance(value, torch.dtype):
-            raise ArgumentTypeError(f"{name} of the policy must be a torch.dtype or None, not {value!r}.")
-        parse_dtype(value, f"{name} of the policy")
+        check_kind(f"{name} of the policy", getattr(policy, name), (torch.dtype, NoneType), "a torch.dtype or None")
+        parse_dtype(getattr(policy, name) or torch.float32, f"{name} of the policy")
     for name in _SWITCHES:
-        if not isinstance(getattr(policy, name), bool):
-            raise ArgumentTypeError(f"{name} of the policy must be True or False, not {getattr(policy, name)!r}.")
-    if policy.cast_ops is not None and not isinstance(policy.cast_ops, bool):
-        raise ArgumentTypeError(f"cast_ops of the policy must be True, False or None, not {policy.cast_ops!r}.")
-    if policy.op_lists is not None and not isinstance(policy.op_lists, OpLists):
-        raise ArgumentTypeError(f"op_lists of the policy must be a halfstep.OpLists or None, not {policy.op_lists!r}.")
+        check_kind(f"{name} of the policy", getattr(policy, name), bool, "True or False")
+    check_kind("cast_ops of the policy", policy.cast_ops, (bool, NoneType), "True, False or None")
+    check_kind("op_lists of the policy", policy.op_lists, (OpLists, NoneType), "a halfstep.OpLists or None")
     parse_state_form(policy.state_dtype, "state_dtype of the policy")
     problem = _contradiction(policy)
     if problem is not None:

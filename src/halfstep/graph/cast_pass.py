@@ -128,7 +128,8 @@ class _CastPass:
         self._choose()
         self._insert()
         halves = [node for node in self.graph.nodes if self.label.get(node) == HALF]
-        emulate_products(self.graph, halves, self.casts.union(self.label), self.half, emulate, opaque)
+        wides = [node for node, rule in self.rule.items() if rule == "wide (custom)"]
+        emulate_products(self.graph, halves, wides, self.casts.union(self.label), self.half, emulate, opaque)
         self.graph.lint()
         self.module.recompile()
         return self.casting
@@ -181,7 +182,7 @@ class _CastPass:
             return op._replace(list="float"), "black value"
         if self.guarded and not (node.meta.get("custom") or {}).get(GUARD):
             return op._replace(list="float"), "outside guard"
-        return op, op.list
+        return op, f"{op.list} ({op.reason})" if op.reason else op.list
 
     def _set(self, node: fx.Node, inputs: list[fx.Node], label: str, demand: str) -> None:
         self.label[node] = label
@@ -301,11 +302,7 @@ class _CastPass:
         reads = {self.demand.get((s, node), ANY) for s in node.all_input_nodes if (s, node) in self.demand}
         wanted = next(iter(reads)) if len(reads) == 1 else ANY
         names = {HALF: dtype_name(self.half), FLOAT: "float32", ANY: "as it is"}
-        rule = self.rule[node]
-        why = self.lists.reason(canonical_name(node)) if rule in ("half", "float", "banned") else ""
-        self.casting.rows.append(
-            CastRow(node.name, name, names[wanted], names[self.label[node]], f"{rule} ({why})" if why else rule)
-        )
+        self.casting.rows.append(CastRow(node.name, name, names[wanted], names[self.label[node]], self.rule[node]))
 
 
 def _val(node: fx.Node) -> Any:

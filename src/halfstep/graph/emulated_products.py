@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ def canonical_name(node: fx.Node) -> str:
 def emulate_products(
     graph: fx.Graph,
     halves: Iterable[fx.Node],
+    wides: Collection[fx.Node],
     floating: set[fx.Node],
     half: torch.dtype,
     emulate: Emulate,
@@ -49,17 +50,18 @@ def emulate_products(
     Args:
         graph: a graph of aten ops; changed in place.
         halves: the nodes with 16-bit values.
+        wides: products that read 16 bits and give fp32, wherever they run.
         floating: the nodes with floating values; new nodes are added to it.
         half: the 16-bit dtype.
         emulate: see ``casting.emulation``.
         opaque: see ``emulation.narrow``.
     """
     in_fp32: dict[fx.Node, fx.Node] = {}
-    for node in halves:
+    for node in (*halves, *wides):
         kind, device = row_of(canonical_name(node)).kind, _device(node)
         if node.op != "call_function" or not kind or device is None:
             continue
-        if (device, half, kind) not in emulated_kinds((device,), half, emulate):
+        if node not in wides and (device, half, kind) not in emulated_kinds((device,), half, emulate):
             continue
         sources = [source for source in node.all_input_nodes if source in floating]
         for source in sources:
@@ -72,7 +74,7 @@ def emulate_products(
             node.args = (op, canonical_name(node), sources, [in_fp32[source] for source in sources], *node.args)
             node.target = run_node
         parts = [user for user in node.users if user.target is operator.getitem and user in floating]
-        for result in parts or [node]:
+        for result in () if node in wides else parts or [node]:
             with graph.inserting_after(result):
                 rounded = graph.call_function(narrow, (result, half, opaque))
             result.replace_all_uses_with(rounded)

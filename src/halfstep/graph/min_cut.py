@@ -17,9 +17,7 @@ _UNBOUNDED = 1 << 30
 
 
 def fewest_casts(
-    free: Iterable[Hashable],
-    fixed: Mapping[Hashable, str],
-    readers: Mapping[Hashable, Sequence[Hashable | str]],
+    free: Iterable[Hashable], fixed: Mapping[Hashable, str], readers: Mapping[Hashable, Sequence[Hashable | str]]
 ) -> dict[Hashable, str]:
     """Choose a dtype for each free value so that as few values as possible are needed in both.
 

@@ -19,7 +19,7 @@ SCALER_KEYS = (
     "decr_every_n_nan_or_inf",
     "use_dynamic_loss_scaling",
 )
-LIST_KEYS = ("custom_white_list", "custom_black_list")
+LIST_KEYS = ("custom_white_list", "custom_black_list", "custom_wide_list")
 
 
 def read_configs(amp_configs: Any) -> tuple[str, dict[str, Any]]:

@@ -86,10 +86,10 @@ class Model:
                 ``update(*outputs, *labels)``, ``compute()`` and ``reset()``. An unnamed metric gets the name of its
                 class.
             amp_configs: "O0", "O1", "O2", or a dict with ``level`` ("O1" if absent), ``dtype``, ``emulate``,
-                ``custom_white_list`` and ``custom_black_list`` of ``amp.auto_cast``, and ``init_loss_scaling``,
-                ``incr_ratio``, ``decr_ratio``, ``incr_every_n_steps``, ``decr_every_n_nan_or_inf`` and
-                ``use_dynamic_loss_scaling`` of ``amp.GradScaler``. None is O0, plain training. Losses are scaled
-                in float16, and in bfloat16 where a key of the scaler is given.
+                ``custom_white_list``, ``custom_black_list`` and ``custom_wide_list`` of ``amp.auto_cast``, and
+                ``init_loss_scaling``, ``incr_ratio``, ``decr_ratio``, ``incr_every_n_steps``,
+                ``decr_every_n_nan_or_inf`` and ``use_dynamic_loss_scaling`` of ``amp.GradScaler``. None is O0, plain
+                training. Losses are scaled in float16, and in bfloat16 where a key of the scaler is given.
 
         Raises:
             ArgumentTypeError: for an argument of the wrong type.

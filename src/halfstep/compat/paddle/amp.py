@@ -44,9 +44,10 @@ class CustomOpLists:
         custom_black_varnames: names of values to compute in fp32: variables computed from ``static.data``, or nodes as
             ``Program.explain`` names them.
         dtype: accepted; the lists of both 16-bit dtypes are the same.
+        custom_wide_list: names of matrix products of 16-bit operands whose result is fp32.
 
     Raises:
-        ArgumentValueError: for an unknown op, or an op on both lists.
+        ArgumentValueError: for an unknown op, an op on two lists, or a wide op that is not a matrix product.
         ArgumentTypeError: if a list is a bare string, or a name is not a string.
     """
 
@@ -56,13 +57,13 @@ class CustomOpLists:
         custom_black_list: Iterable[str] | None = None,
         custom_black_varnames: Iterable[str] | None = None,
         dtype: torch.dtype | str = "float16",
+        custom_wide_list: Iterable[str] | None = None,
     ) -> None:
-        OpLists.custom(custom_white_list, custom_black_list)
+        self.lists = OpLists.custom(custom_white_list, custom_black_list, wide=custom_wide_list)
         parse_half(dtype)
         names = () if custom_black_varnames is None else custom_black_varnames
         if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(n, str) for n in names):
             raise ArgumentTypeError(f"custom_black_varnames={names!r} must be a list of names; write [loss.name].")
-        self.white, self.black = tuple(custom_white_list or ()), tuple(custom_black_list or ())
         self.black_varnames = frozenset(names)
 
 
@@ -206,9 +207,8 @@ class MixedPrecisionOptimizer(Trainer):
         super().__init__(optimizer, scaler)
         self._half, self._level, self._guarded, self._masters = half, level, guarded, masters
         self._black = lists.black_varnames
-        self._lists = OpLists.custom(
-            lists.white, lists.black, level=level if level != "O0" else "O1", use_promote=use_promote
-        )
+        level = level if level != "O0" else "O1"
+        self._lists = lists.lists.replace(level=level, promote=use_promote or level != "O2")
         self._program: Program | None = None
         self._initialized = False
 

@@ -31,7 +31,7 @@ def read_in(op: Op, in_place: bool = False) -> str:
         if op.list in ("float", "banned") and op.in_place != "moves":
             return FLOAT
         return ANY if op.in_place == "any" and op.list != "half" else FIRST
-    if op.list == "half":
+    if op.list in ("half", "wide"):
         return HALF
     if op.list in ("float", "banned") or op.kernels == "none":
         return FLOAT
@@ -53,7 +53,8 @@ def dtypes(op: Op, given: Sequence[str], in_place: bool = False) -> tuple[str, s
     read = {WIDEST: widest, FIRST: first}.get(read := read_in(op, in_place), read)
     if in_place:
         return (ANY if read == FLOAT else read), first
-    return read, (first if op.reads in ("first", "moves") else widest) if read == ANY else read
+    result = (first if op.reads in ("first", "moves") else widest) if read == ANY else read
+    return read, FLOAT if op.list == "wide" else result
 
 
 def refused_row(op: Op, in_place: bool) -> Op:

@@ -42,6 +42,8 @@ def entries(ops: Iterable[object] = (), *, lists: OpLists | None = None, device:
     names = [name for op in ops for name in resolve(op)]
     if not ops:
         listed = {op.name for op in OPS.values() if op.list != "free"}
-        names = sorted(name for name in listed.union(chosen.white, chosen.black, chosen.free) if name[0] != "_")
+        names = sorted(
+            name for name in listed.union(chosen.white, chosen.black, chosen.free, chosen.wide) if name[0] != "_"
+        )
     found = [Entry(op.name, op.list, op.reason, op.native(device), op.kernels) for op in map(chosen.row, names)]
     return found if ops else sorted(found, key=lambda entry: list(RULES).index(entry.rule))

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..checks import check_flag
 from ..errors import ArgumentTypeError, ArgumentValueError
@@ -16,6 +17,7 @@ __all__ = ["LIST_LEVELS", "RULES", "OpLists"]
 
 RULES = {
     "half": "its floating inputs are cast to the 16-bit dtype",
+    "wide": "its floating inputs are cast to the 16-bit dtype, and its result is fp32",
     "float": "its 16-bit inputs are cast to fp32",
     "promote": "its inputs are cast to the widest dtype among them",
     "sequence-promote": "the tensors of its sequence are cast to the widest dtype among them",
@@ -34,7 +36,9 @@ LIST_LEVELS = {
 
 _ALSO_AT_O2 = ("interpolation", "accumulation")
 
-_TEXT = re.compile(r"(?P<level>\w+)(?P<fixed>!promote)?(?P<moved>([+~-][\w.]+)*)")
+_CUSTOM = {"white": ("+", "half"), "black": ("-", "float"), "free": ("~", "free"), "wide": ("^", "wide")}
+"""The lists that a user makes: the sign of each in a text, and the rule of what is on it."""
+_TEXT = re.compile(r"(?P<level>\w+)(?P<fixed>!promote)?(?P<moved>([+~^-][\w.]+)*)")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class OpLists:
         white: canonical names of ops that run in 16 bits whatever the level says.
         black: canonical names of ops that run in fp32 whatever the level says.
         free: canonical names of ops that compute in the dtype of their inputs whatever the level says.
+        wide: canonical names of matrix products that read 16 bits and give fp32 whatever the level says.
         promote: at O2, whether an op on no list computes in the widest dtype of its inputs (True) or in 16 bits.
 
     Raises:
@@ -58,22 +63,25 @@ class OpLists:
     black: tuple[str, ...] = ()
     promote: bool = True
     free: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.level not in LIST_LEVELS:
             raise ArgumentValueError(f"level={self.level!r} has no op lists; use one of {', '.join(LIST_LEVELS)}.")
-        for name in ("white", "black"):
+        for name in _CUSTOM:
             ops = getattr(self, name)
             if not isinstance(ops, tuple):
-                raise ArgumentTypeError(
-                    f"{name}={ops!r} must be a tuple of names; OpLists.custom takes other collections."
-                )
+                raise ArgumentTypeError(f"{name}={ops!r} must be a tuple; OpLists.custom takes other collections.")
             unknown = [op for op in ops if op not in known_names()]
             if unknown:
                 raise ArgumentValueError(
-                    f"{name} has {', '.join(map(repr, unknown))}, which is no canonical name of an op; OpLists.custom "
-                    "takes every spelling."
+                    f"{name} has {unknown}, no canonical name; OpLists.custom takes every spelling."
                 )
+        others = [op for op in self.wide if row_of(op).kind != "product"]
+        if others:
+            raise ArgumentValueError(
+                f"wide has {others}, and only matrix products can be there, such as 'linear'; black makes others fp32."
+            )
 
     @classmethod
     def default(cls) -> OpLists:
@@ -94,6 +102,7 @@ class OpLists:
         level: str = "O1",
         use_promote: bool = True,
         free: Iterable[object] | None = (),
+        wide: Iterable[object] | None = (),
     ) -> OpLists:
         """The lists of a level with some ops moved; a custom list wins over the lists of the level.
 
@@ -104,15 +113,17 @@ class OpLists:
             use_promote: at O2, whether ops on no list keep to the widest dtype of their inputs; False runs them in
                 16 bits. Other levels ignore it.
             free: ops that are to compute in the dtype of their inputs.
+            wide: matrix products that are to read 16-bit operands and give an fp32 result.
 
         Raises:
-            ArgumentValueError: for an unknown name or level, or an op on two lists.
+            ArgumentValueError: for an unknown name or level, an op on two lists, or one on the wide list that is no
+                matrix product.
             ArgumentTypeError: for a list that is a bare string, or no collection.
         """
-        if level == "native" and (white or black or free):
+        chosen = dict(zip(_CUSTOM, map(_names, _CUSTOM, (white, black, free, wide)), strict=True))
+        if level == "native" and any(chosen.values()):
             raise ArgumentValueError("level='native' is torch.autocast as it is; custom lists need 'O1', 'O2' or 'OD'.")
         use_promote = check_flag("use_promote", use_promote)
-        chosen = {"white": _names("white", white), "black": _names("black", black), "free": _names("free", free)}
         for one, other in itertools.combinations(chosen, 2):
             both = sorted(set(chosen[one]) & set(chosen[other]))
             if both:
@@ -150,8 +161,8 @@ class OpLists:
     def _listed(self, op: Op) -> tuple[str, str]:
         if self.level == "native":
             return "free", ""
-        for moved, rule in (self.white, "half"), (self.black, "float"), (self.free, "free"):
-            if op.name in moved:
+        for name, (_, rule) in _CUSTOM.items():
+            if op.name in getattr(self, name):
                 return rule, "custom"
         if self.level == "OD" and op.reason != "matrix-unit":
             reason = op.reason if op.list == "float" else "default"
@@ -171,16 +182,12 @@ class OpLists:
 
     def __str__(self) -> str:
         level = self.level if self.promote else self.level + "!promote"
-        moved = [
-            f"{sign}{name}"
-            for sign, names in zip("+-~", (self.white, self.black, self.free), strict=True)
-            for name in names
-        ]
-        return level + "".join(moved)
+        return level + "".join(sign + op for name, (sign, _) in _CUSTOM.items() for op in getattr(self, name))
 
     @classmethod
     def parse(cls, text: str) -> OpLists:
-        """The lists that print as ``text``: a level, then +op for the white, -op for the black, ~op for the free list.
+        """The lists that print as ``text``: a level, then +op for the white, -op for the black, ~op for the free,
+        ^op for the wide list.
 
         Raises:
             ArgumentValueError: for a text of another form, or an unknown op.
@@ -191,9 +198,9 @@ class OpLists:
                 f"op lists {text!r} do not read LEVEL+op-op, as 'O1+gelu-linear' does, with a level among "
                 f"{', '.join(LIST_LEVELS)}."
             )
-        moved = re.findall(r"([+~-])([\w.]+)", match["moved"])
-        white, black, free = ([op for sign, op in moved if sign == which] for which in "+-~")
-        return cls.custom(white, black, free=free, level=match["level"], use_promote=match["fixed"] is None)
+        moved = re.findall(r"([+~^-])([\w.]+)", match["moved"])
+        chosen: Any = {name: [op for s, op in moved if s == sign] for name, (sign, _) in _CUSTOM.items()}
+        return cls.custom(level=match["level"], use_promote=match["fixed"] is None, **chosen)
 
 
 def _names(which: str, ops: Iterable[object] | None) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ NATIVE = ("cpu", "cuda")
 def _read(text: str) -> Iterator[Op]:
     shared: dict[str, str] = {}
     for name, facts, note in re.findall(r"^(\[|\w+)([^]#\n]*)\]?(?:# (.*))?$", text, re.MULTILINE):
-        own = pairs(facts) if facts else {}
+        own = dict(re.findall(r"(\w+)=(\S+)", facts)) if facts else {}
         if name == "[":
             shared = own
         else:
@@ -107,19 +107,12 @@ def paddle() -> dict[str, tuple[str, ...]]:
     None for an op that is given the dtype of its result, that sends tensors, or that torch does not have: there is
     nothing that a list could change.
     """
-    found: dict[str, tuple[str, ...]] = dict.fromkeys(_NOTHING, ())
+    found: dict[str, tuple[str, ...]] = {}
     for op in OPS.values():
         for name in filter(None, f"{op.paddle},{op.fused}".split(",")):
-            found[name] = (*found.get(name, ()), op.name)
+            found[name] = (*found.get(name, ()), op.name) if op.name != "_" else ()
     return found
 
-
-_NOTHING = words("""
-    cast set_value shape increment assign_value fill_constant fill_constant_batch_size_like uniform_random
-    gaussian_random uniform_random_batch_size_like get_tensor_from_selected_rows rank c_identity c_concat all_reduce
-    all_gather reduce_scatter send_v2 recv_v2 fused_rotary_position_embedding c_split c_broadcast c_allgather
-    c_reducescatter c_allreduce_sum mp_allreduce_sum
-    """)
 
 OF_TORCHVISION = pairs("""roi_align=roi_align roi_pool=roi_pool psroi_pool=ps_roi_pool deformable_conv=deform_conv2d
     multiclass_nms3=batched_nms""")
