@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .core.loss_scale import StaticLossScale as StaticLossScale
     from .core.oplists import OpLists as OpLists
     from .core.policy import Policy as Policy
+    from .diagnosis import Diagnosis as Diagnosis
+    from .diagnosis import diagnose as diagnose
     from .findings import Finding as Finding
     from .findings import check as check
     from .findings import watch as watch
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from .train_step import TrainStep as TrainStep
 
 __all__ = [
+    "Diagnosis",
     "DynamicLossScale",
     "Finding",
     "HalfstepError",
@@ -38,6 +41,7 @@ __all__ = [
     "__version__",
     "amp",
     "check",
+    "diagnose",
     "memory",
     "numerics",
     "watch",
@@ -45,6 +49,7 @@ __all__ = [
 
 # Imported when asked for: `halfstep --help` needs no torch, and a script needs few of the modules.
 _HOMES = {
+    "Diagnosis": "diagnosis",
     "DynamicLossScale": "core.loss_scale",
     "Finding": "findings",
     "HalfstepError": "core.errors",
@@ -54,6 +59,7 @@ _HOMES = {
     "StaticLossScale": "core.loss_scale",
     "TrainStep": "train_step",
     "check": "findings",
+    "diagnose": "diagnosis",
     "memory": "findings.memory",
     "watch": "findings",
 }

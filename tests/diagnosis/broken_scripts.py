@@ -201,7 +201,7 @@ _ADAM = {"OPTIMIZER": "torch.optim.Adam(model.parameters(), lr=0.003)"}
 _SMALL = "torch.optim.{}(model.parameters(), lr={})"
 _MASKED = {"PART": _attention("(q @ k.transpose(1, 2)).masked_fill(mask, -torch.inf)")}
 _TIME = {
-    "PART": "def forward(self, h, t):\n    return h + (t.float()[:, None] / 1000).sin()",
+    "PART": "def forward(self, h, t):\n    return h + (t.float()[:, None] / 1000).sin().to(h.dtype)",
     "BATCH": "t = torch.arange(64) * 13",
     "OUTPUT": "model(x, <<t.to(torch.bfloat16)||t>>)",
 }
@@ -395,7 +395,7 @@ FAULTS: dict[str, list[tuple[str, str, str, dict[str, str], str, str]]] = {
     "wrong loss dtype": [
         ("mlp", "O2", BF16, _ENTROPY, "HS105", "float"),
         ("cnn", "O3", BF16, _IN_BF16, "HS105", "float"),
-        ("attention", "plain", BF16, _ENTROPY, "HS105", "float"),
+        ("attention", "plain", BF16, {**_ENTROPY, "OPTIMIZER": _SMALL.format("SGD", 0.5)}, "HS105", "float"),
     ],
     "bad batch": [
         (

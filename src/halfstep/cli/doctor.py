@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from .files import check_writable
 from .script import SCRIPT_SETTINGS, Script, script_options
 
 if TYPE_CHECKING:
@@ -40,11 +41,13 @@ class Advice(NamedTuple):
 
 @click.command(context_settings=SCRIPT_SETTINGS)
 @click.option("--json", "as_json", is_flag=True, help="print JSON, for other programs to read")
+@click.option("--html", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="write an HTML page")
 @script_options(required=False)
 @click.pass_obj
 def command(
     later: list[Callable[[], None]],
     as_json: bool,
+    html: Path | None,
     device: str | None,
     trust_checkpoints: bool,
     module: bool,
@@ -53,15 +56,22 @@ def command(
 ) -> None:
     """Print the devices, what each supports, what is installed, and which level and dtype to use.
 
-    With SCRIPT, run it with ARGS until its first optimizer step, and say what loses precision in it. Exits with 1 if
-    that is an error. A SCRIPT of `-` is the standard input.
+    With SCRIPT, run it with ARGS until its eighth optimizer step, and print what is wrong, where it begins and what to
+    do. Exits with 1 if that is an error. A SCRIPT of `-` is the standard input.
     """
     if script is not None:
         found = Script(script, args, module, device, trust_checkpoints)
         found.check(click.get_current_context())
-        later.append(functools.partial(_check, found, as_json))  # outside of click; see `halfstep run`
+        if html is not None:
+            check_writable(html)
+        later.append(functools.partial(_check, found, as_json, html))  # outside of click; see `halfstep run`
         return
-    for option, value in {"--device": device, "--trust-checkpoints": trust_checkpoints, "-m": module}.items():
+    for option, value in {
+        "--html": html,
+        "--device": device,
+        "--trust-checkpoints": trust_checkpoints,
+        "-m": module,
+    }.items():
         if value:
             raise click.UsageError(f"{option} goes with a SCRIPT.")
     import torch
@@ -87,24 +97,24 @@ def command(
         console.print(f"On {each} train with {advice}: {advice.reason}", highlight=False)
 
 
-def _check(script: Script, as_json: bool) -> None:
-    """Print the findings in a script. JSON is alone on stdout, and the output of the script goes to stderr."""
-    from .script_check import first_step_of
+def _check(script: Script, as_json: bool, html: Path | None) -> None:
+    """Print the diagnosis of a script. JSON is alone on stdout, and the output of the script goes to stderr."""
+    from ..diagnosis import of_run
 
     with script.prepared("doctor"), _stdout_on_stderr() if as_json else nullcontext():
-        findings = first_step_of(script)
+        found = of_run(script.run)
     name = Path(script.name).name
-    if findings is None:
+    if found is None:
         sys.exit(f"Error: {name} has ended without a step of an optimizer on a model that it called.")
+    if html is not None:
+        found.report(html, shlex.join(script.line("doctor", f"--html={html}")))
     if as_json:
-        found = {"script": script.name, "findings": [_finding_as_dict(finding) for finding in findings]}
-        click.echo(json.dumps(found, indent=2, allow_nan=False))
+        findings = [_finding_as_dict(finding) for finding in found.findings]
+        known = {"script": script.name, "findings": findings, "steps": found.steps, "skipped": found.skipped}
+        click.echo(json.dumps(_plain(known | {"losses": found.losses}), indent=2, allow_nan=False))
     else:
-        for finding in findings:
-            click.echo(str(finding))
-        if not findings:
-            click.echo(f"{name}: nothing found up to its first optimizer step.")
-    if any(finding.severity == "error" for finding in findings):
+        click.echo(str(found))
+    if any(finding.severity == "error" for finding in found.findings):
         sys.exit(1)
     if not as_json:
         line = shlex.join(script.line("run", "--numerics", "numerics.html"))

@@ -121,23 +121,26 @@ def _entry(row: LinkedRow, occurrence: int, found: Error, inherited: Error, know
     )
 
 
+_FILLS = ("masked_fill", "masked_fill_", "full", "fill_", "where", "triu")
+"""Ops that write an inf on purpose, such as the one of a mask."""
+
+
 def first_not_finite(rows: Sequence[LinkedRow]) -> str:
     """Name the op that made a run inf or NaN, such as "NaN, from 1.norm: rsqrt"; "" if loss and gradients are finite.
 
     The search goes back from the first NaN gradient or loss, or without one from the first inf, to the first op that
-    had finite inputs, so that the inf of a mask is not reported.
+    had finite inputs. An inf that was filled in, such as the inf of a mask, is not reported, but the NaN made from it.
     """
     bad = [not math.isfinite(row.amax) for row in rows]
-    ends = [i for i, row in enumerate(rows) if row.leaf]
-    ends += [i for i, row in enumerate(rows) if not (row.backward or row.passes_on)][-1:]
-    ends = [i for i in ends if bad[i]]
+    losses = [i for i, row in enumerate(rows) if not (row.backward or row.passes_on)][-1:]
+    ends = [i for i in [*(i for i, row in enumerate(rows) if row.leaf), *losses] if bad[i]]
     if not ends:
         return ""
     nan = [i for i, row in enumerate(rows) if math.isnan(row.amax)]
-    at = nan[0] if nan else ends[0]
-    while before := [i for i in rows[at].inputs if bad[i] and i < at]:
-        at = before[0]
-    row = rows[at]
+    at = origin = nan[0] if nan else ends[0]  # the first NaN has no NaN in its inputs
+    while before := [i for i in rows[origin].inputs if bad[i] and i < origin]:
+        origin = before[0]
+    row = rows[at if rows[origin].op in _FILLS else origin]
     return f"{'NaN' if nan else 'inf'}, from {row.module}: {row.op}{' (backward)' if row.backward else ''}"
 
 

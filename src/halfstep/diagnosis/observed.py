@@ -1,0 +1,325 @@
+"""The record of a few training steps, from which ``rules.py`` and ``judge`` make findings.
+
+The record hears of modules and functions by a ``Watch``, of steps by the hooks of optimizers and scalers, and has a
+``Monitor`` on every pair of a model and an optimizer from the first forward pass on.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..amp.grad_scaler import GradScaler
+from ..core.torch_compat import DisableTorchFunction, tree_flatten
+from ..findings.checking import findings_of
+from ..findings.facts import Facts
+from ..findings.finding import Finding, logger
+from ..findings.forward import Forward
+from ..gradients.held_masters import master_of
+from ..numerics import Monitor
+from ..numerics.monitor import TENSORS
+from ..observe.ops import FunctionCall
+from ..observe.watch import ModuleCall
+from ..stepping.attached import AttachedOptimizer, attached_to, observers
+from ..stepping.scaling_checks import ScalingChecks
+from .within_steps import on_grid, scaled_gradients, without_gradient
+
+__all__ = ["STEPS", "Ended", "Observed", "Pass"]
+
+STEPS = 8
+"""The number of steps that are observed, without those that are skipped."""
+
+
+class Ended(BaseException):
+    """Raised to end a script after its last observed step; not an ``Exception``, which the script may catch."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """The first forward pass of a step.
+
+    Attributes:
+        args: the positional arguments of the model.
+        kwargs: its keyword arguments.
+        values: parameters, masters and buffers of the model, with their values before the pass.
+        random: the state of torch's random numbers before the pass.
+        loss: the latest loss of the step.
+        output: True if the model returned finite values; None if it has not returned.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    values: list[tuple[torch.Tensor, torch.Tensor]]
+    random: torch.Tensor
+    loss: float | None = None
+    output: bool | None = None
+
+    def put_back(self) -> None:
+        """Write the values from before the pass into the model."""
+        for tensor, value in self.values:
+            tensor.data.copy_(value)
+
+
+class Observed(Forward):
+    """A record of training steps.
+
+    Args:
+        model: the model; None for the modules that are called and that an optimizer trains.
+        optimizers: the optimizers; none for all that have parameters of the model.
+        ends: True to raise ``Ended`` after the last step.
+
+    Attributes:
+        models: the outermost modules that were called and are trained.
+        optimizers: their optimizers.
+        scalers: the loss scalers that were called.
+        monitors: a monitor for each pair.
+        steps: the number of finished steps.
+        skipped: the number of optimizer steps that were skipped.
+        history: the losses of the steps.
+        bad: the first pass with a loss or an output that is not finite.
+        last: the latest pass.
+        found: findings so far.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, optimizers: Sequence[torch.optim.Optimizer] = (), *, ends: bool = False
+    ) -> None:
+        super().__init__(model)
+        self._given, self._ends = model, ends
+        self.models: list[nn.Module] = []
+        self.optimizers = list(optimizers)
+        self.scalers: list[Any] = []
+        self.monitors: list[Monitor] = []
+        self.steps = self.skipped = 0
+        self.history: list[float] = []
+        self.bad: Pass | None = None
+        self.last: Pass | None = None
+        self.first: Pass | None = None
+        self.found: list[Finding] = []
+        self.others: list[tuple[nn.Module, int]] = []
+        self.wrappers: dict[nn.Module, bool] = {}  # DistributedDataParallel, and True if it sent gradients
+        self._scaled_by: list[Any] = []  # the scalers, and the optimizers that they unscaled, since the last step
+        self._unscaled: list[Any] = []
+        self._checks: dict[int, ScalingChecks] = {}
+        self.warned: list[str] = []
+        self.repeats_random_numbers = self.stays_on_grid = False
+        self._random = torch.get_rng_state()
+        self._passes = 0
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that has most of the trained parameters."""
+        held = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        return max(self.models, key=lambda each: sum(id(p) in held for p in each.parameters()), default=None)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Record, within the block, what this thread trains. Warnings of halfstep become findings, logs are silent."""
+        with ExitStack() as stack:
+            stack.enter_context(_patched(torch.amp.GradScaler, self._of_scaler))
+            stack.enter_context(_patched(GradScaler, self._of_scaler))
+            stack.callback(register_optimizer_step_pre_hook(self._before_any).remove)
+            stack.callback(register_optimizer_step_post_hook(lambda *_: self.end_step()).remove)
+            stack.callback(register_module_forward_pre_hook(self._see_wrapper).remove)
+            observers.append(self)
+            stack.callback(observers.remove, self)
+            quiet, logger.disabled = logger.disabled, True
+            stack.callback(setattr, logger, "disabled", quiet)
+            caught = stack.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+            stack.enter_context(self.watching())
+            try:
+                yield
+            finally:
+                with DisableTorchFunction():
+                    for monitor in self.monitors:
+                        monitor.detach()
+                self.warned = [str(each.message) for each in caught]
+
+    # ---- modules and functions
+
+    def entered(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
+        """Receive the start of a module call; the outermost call of a model that is trained begins a pass."""
+        model, grad = call.of, torch.is_grad_enabled() and not call.recomputed
+        if grad and self.running and self.running[0] is call and self._is_trained(model):
+            with DisableTorchFunction():
+                self._begin_pass(model, args, kwargs)
+
+    def returned(self, call: ModuleCall, args: Any, output: Any) -> None:
+        """Receive the end of a module call."""
+        if self.steps == 0:
+            super().returned(call, args, output)
+        if self.last is not None and self.last.output is None and call.of in self.models:
+            tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            with DisableTorchFunction():
+                self.last.output = all(bool(t.isfinite().all()) for t in tensors)
+
+    def _note_function(self, call: FunctionCall) -> None:
+        if self.steps == 0:
+            super()._note_function(call)
+        if call.function is torch.Tensor.backward and not self._scaled_by:
+            with DisableTorchFunction():
+                self._see_loss(call.args[0])
+
+    def _is_trained(self, model: nn.Module) -> bool:
+        if any(model is each for each in self.models):
+            return True
+        own, shapes = set(map(id, model.parameters())), [p.shape for p in model.parameters()]
+        known = [*self.optimizers]
+        if self._given is None:
+            known += [each for each in _live(torch.optim.Optimizer) if not any(each is one for one in known)]
+        params = [(one, [p for group in one.param_groups for p in group["params"]]) for one in known]
+        of_masters = [one for one, held in params if [p.shape for p in held] == shapes]  # hand-made ones
+        trains = [one for one, held in params if any(id(p) in own for p in held)] or of_masters
+        if not trains and self._given is None:
+            return False
+        self.models.append(model)
+        for i, optimizer in enumerate(trains):
+            if not any(optimizer is each for each in self.optimizers):
+                self.optimizers.append(optimizer)
+            kinds = TENSORS if i == 0 else TENSORS[2:]
+            self.monitors.append(Monitor(model, optimizer, every=1, tensors=kinds).attach())
+        if not trains:
+            self.monitors.append(Monitor(model, every=1).attach())
+        return True
+
+    def _begin_pass(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self._passes += 1
+        if self._passes > 1:
+            return
+        self._scaled_by, self._unscaled = [], []
+        random = torch.get_rng_state()
+        if self.steps == 1 and self.first is not None:
+            drew = not torch.equal(self._random, self.first.random)
+            self.repeats_random_numbers = drew and torch.equal(random, self.first.random)
+            self.stays_on_grid = on_grid(model)
+        tensors = [*model.parameters(), *model.buffers()]
+        tensors += [master for p in tensors if (master := master_of(p)) is not None]
+        values = [(t, t.detach().clone()) for t in tensors]
+        self.last = Pass(args, kwargs, values, random)
+        if self.first is None:
+            self.first = self.last
+            own = {id(each) for one in self.models for each in one.modules()}
+            self.others = [(each, _versions(each)) for each in _live(nn.Module) if id(each) not in own]
+
+    def _see_wrapper(self, module: nn.Module, args: Any) -> None:
+        if isinstance(module, nn.parallel.DistributedDataParallel) and torch.is_grad_enabled():
+            sends = module.require_backward_grad_sync
+            self.wrappers[module] = self.wrappers.get(module, False) or sends
+
+    def _see_loss(self, loss: Any) -> None:
+        if self.steps == 0:
+            self.note_loss(loss)
+        if self.last is not None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            attached = next(filter(None, map(attached_to, self.optimizers)), None)
+            scale = None if attached is None else attached.window.scale
+            self.last.loss = float(loss.detach()) / (1.0 if scale is None else float(scale))
+
+    def written(self) -> list[nn.Module]:
+        """Return the modules beside the models whose parameters were written, such as averages."""
+        return [module for module, versions in self.others if _versions(module) != versions]
+
+    # ---- steps
+
+    def before_step(self, attached: AttachedOptimizer) -> None:
+        """Receive the start of a step under ``amp``."""
+
+    def after_step(self, attached: AttachedOptimizer) -> None:
+        """Receive the end of a step under ``amp``, which may have been skipped."""
+        skipped = attached.stepping.was_skipped
+        self.skipped += skipped is not None and bool(skipped)
+        self.end_step()
+
+    def end_step(self) -> None:
+        """End a step, if a pass came since the last one."""
+        if not self._passes or self.last is None:
+            return
+        self._passes, self._random = 0, torch.get_rng_state()
+        self.history += [] if self.last.loss is None else [self.last.loss]
+        if self.bad is None and not (self.last.output is not False and abs(self.last.loss or 0.0) < float("inf")):
+            self.bad = self.last
+        if self.steps == 0 and (model := self.model) is not None:
+            with DisableTorchFunction():
+                self.found += findings_of(Facts(model, self.optimizers, self.scalers, forward=self))
+                self.found += without_gradient(model)
+        self.steps += 1
+        if self._ends and not self.wants_more():
+            raise Ended
+
+    def wants_more(self) -> bool:
+        """True as long as fewer than ``STEPS`` steps were taken; skipped ones are added, up to three times as many."""
+        return self.steps - self.skipped < STEPS and self.steps < 3 * STEPS
+
+    def _before_any(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Look, at a step, for gradients that are still multiplied by a loss scale."""
+        if self._scaled_by and not any(optimizer is each for each in self._unscaled) and optimizer in self.optimizers:
+            self.found += scaled_gradients(optimizer, self._scaled_by[0])
+        elif attached_to(optimizer) is None and not self._scaled_by and optimizer in self.optimizers:
+            beside = [each.session for one in self.optimizers if (each := attached_to(one)) is not None]
+            scalers = [s for session in beside for s in getattr(session, "loss_scalers", ()) if not s.neutral]
+            for scaler in scalers[:1]:
+                self.found += scaled_gradients(optimizer, scaler)
+
+    def _of_scaler(self, name: str, scaler: Any, given: Any) -> None:
+        """Hear of a scaler that scales a loss, unscales or steps an optimizer, or updates its scale."""
+        if not scaler.is_enabled():
+            return
+        if name == "scale":
+            if not any(scaler is each for each in self.scalers):
+                self.scalers.append(scaler)
+            self._scaled_by.append(scaler)
+            self._see_loss(given)
+        elif name == "update":
+            self.end_step()
+        elif not any(given is each for each in self._unscaled):
+            self._unscaled.append(given)
+            self._look_for_clipping(scaler, given)
+
+    def _look_for_clipping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        if type(scaler) is torch.amp.GradScaler and self._scaled_by:  # halfstep's scaler looks itself
+            checks = self._checks.setdefault(id(optimizer), ScalingChecks())
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            scale = torch.tensor(scaler.get_scale(), device=params[0].device)
+            checks.look_for_clipping(params, scale, plain=True)
+
+
+def _live(kind: type) -> list[Any]:
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def _versions(module: nn.Module) -> int:
+    return sum(p._version for p in module.parameters())
+
+
+@contextmanager
+def _patched(cls: Any, hear: Callable[[str, Any, Any], None]) -> Iterator[None]:
+    """Report calls of a scaler class's methods, before they run, within the block; ``update`` after it has run."""
+    own = {name: vars(cls)[name] for name in ("scale", "unscale_", "step", "update") if name in vars(cls)}
+
+    def hearing(name: str, function: Any) -> Any:
+        def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            if name != "update":
+                hear(name, scaler, args[0] if args else next(iter(kwargs.values()), None))
+            result = function(scaler, *args, **kwargs)
+            if name == "update":
+                hear(name, scaler, None)
+            return result
+
+        return call
+
+    try:
+        for name, function in own.items():
+            setattr(cls, name, hearing(name, function))
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(cls, name, function)

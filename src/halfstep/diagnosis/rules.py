@@ -1,0 +1,106 @@
+"""What the observed steps show and no other tool looks for: batches, random numbers, ranks, and who unscales gradients.
+
+Each rule yields findings. HS122 to HS126 are codes of ``diagnose`` only.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.dtypes import HALF_DTYPES, dtype_name
+from ..core.torch_compat import tree_flatten
+from ..findings.checking import finding
+from ..findings.facts import Facts
+from ..findings.finding import Finding, Found
+from ..findings.rules_of_model import average_in_16_bits
+from .observed import Observed, Pass
+
+__all__ = ["apply"]
+
+
+def apply(seen: Observed) -> Iterator[Finding]:
+    """Apply the rules to a finished run."""
+    yield from _batch(seen)
+    yield from _warned(seen.warned)
+    yield from _averages(seen)
+    if seen.repeats_random_numbers:
+        text = "Each step begins with the same random numbers, so dropout masks and noise are the same in every step."
+        fix = "Set the seed once, before the first step: no torch.manual_seed or set_rng_state within a step."
+        yield Finding("HS125", "error", "the step", text, {}, fix)
+    if seen.stays_on_grid and all(each.code != "HS112" for each in seen.found):
+        text = "fp32 weights that have stepped hold nothing but 16-bit numbers: something rounds them after each step."
+        fix = "Look for what copies 16-bit weights into them: load_state_dict, .half(), a 16-bit twin of the model."
+        yield Finding("HS112", "warning", "the model", text, {}, fix)
+    for wrapper, sent in seen.wrappers.items():
+        if not sent:
+            text = "Every pass of DistributedDataParallel ran in no_sync(), so ranks never exchange gradients."
+            fix = "Leave no_sync() for the last pass before each step, or drop it."
+            yield Finding("HS126", "error", type(wrapper.module).__name__, text, {}, fix)
+    wrapped = [each for each in gc.get_objects() if issubclass(type(each), nn.parallel.DistributedDataParallel)]
+    for wrapper in wrapped:
+        if any(wrapper.module is each for each in seen.models) and wrapper not in seen.wrappers:
+            text = "The model is in a DistributedDataParallel that is never called, so ranks never exchange gradients."
+            fix = "Call the wrapper, as model(x) instead of model.module(x)."
+            yield Finding("HS126", "error", type(wrapper.module).__name__, text, {}, fix)
+
+
+def _batch(seen: Observed) -> Iterator[Finding]:
+    """HS122: a batch that holds inf or NaN, or numbers that are too large for float16. HS118: rounded integers."""
+    one = seen.bad or seen.first
+    if one is None:
+        return
+    computes_in_fp16 = torch.float16 in seen.dtypes
+    for name, value in _inputs(one):
+        if not value.is_floating_point():
+            continue
+        if not value.isfinite().all():
+            what = "NaN" if value.isnan().any() else "inf"
+            text = f"The batch holds {what}: {name} of the model, before any op."
+            yield Finding("HS122", "error", name, text, {}, "Look at the batch and at what prepares it, or skip it.")
+        elif value.dtype in HALF_DTYPES and _is_rounded(value):
+            text = f"Integers up to {float(value.abs().amax()):g} were rounded: they are in {dtype_name(value.dtype)}."
+            fix = "Give the model integers or fp32 for time steps and positions: it casts what it may cast."
+            yield Finding("HS118", "warning", name, text, {}, fix)
+        elif computes_in_fp16 and float(value.abs().amax()) > 65504.0:
+            text = f"The batch has numbers up to {float(value.abs().amax()):.3g}; above 65504 they are inf in float16."
+            yield Finding("HS122", "error", name, text, {}, "Normalize the inputs of the model, or use bfloat16.")
+    if seen.bad is not None and one.output and one.loss is not None:
+        what = "NaN" if one.loss != one.loss else "inf"
+        dtype = seen.loss_dtype
+        if dtype in HALF_DTYPES:
+            text = f"The loss is {what}: it is computed in {dtype_name(dtype)}, and what the model returns is finite."
+            yield Finding("HS105", "error", "the loss", text, {}, "Compute it from logits.float().")
+            return
+        text = f"The loss is {what} although the model returns finite values: it begins in the loss function."
+        fix = "Look at the target of this batch, and at a log, a division or a sum in the loss; compute it in float()."
+        yield Finding("HS122", "error", "the loss", text, {}, fix)
+
+
+def _inputs(one: Pass) -> Iterator[tuple[str, torch.Tensor]]:
+    named: list[tuple[str, Any]] = [(f"input {i}", value) for i, value in enumerate(one.args)]
+    for name, value in [*named, *((f"input {name}", value) for name, value in one.kwargs.items())]:
+        yield from ((name, t) for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor) and t.numel())
+
+
+def _is_rounded(value: torch.Tensor) -> bool:
+    exact = 2.0 / torch.finfo(value.dtype).eps
+    return bool((value == value.round()).all()) and float(value.abs().amax()) > exact
+
+
+def _warned(messages: Iterable[str]) -> Iterator[Finding]:
+    """HS123: what the engine warns of while gradients are scaled, clipped and unscaled."""
+    for message in dict.fromkeys(messages):
+        if "loss scale" in message and ("clipped" in message or "twice" in message or "loss scales" in message):
+            text, _, fix = message.partition(". ")
+            yield Finding("HS123", "error", "the gradients", f"{text}.", {}, fix)
+
+
+def _averages(seen: Observed) -> Iterator[Finding]:
+    """HS109 for averages of the model, which the model does not contain."""
+    for module in seen.written():
+        yield from (finding("HS109", Found(*each)) for each in average_in_16_bits(Facts(module, [])))

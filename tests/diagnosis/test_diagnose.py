@@ -1,0 +1,116 @@
+"""``diagnose`` trains copies only, prints twelve lines at most, and refuses what it cannot run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import Finding, amp
+from halfstep.diagnosis import Diagnosis
+
+
+class Trial:
+    """A training, whose step is a method or a function, with the optimizer's step or without."""
+
+    def __init__(self, level: str, dtype: torch.dtype) -> None:
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.model, self.optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
+        self.x, self.y, self.seen = torch.randn(16, 8), torch.randn(16, 1), [0]
+
+    def loss(self) -> torch.Tensor:
+        self.seen[0] += 1
+        return nn.functional.mse_loss(self.model(self.x).float(), self.y)
+
+    def step(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        with amp.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+        self.optimizer.step()
+        return loss
+
+
+def as_function(trial: Trial) -> Any:
+    model, optimizer, step = trial.model, trial.optimizer, trial.step
+    return lambda: (model, optimizer, step())[2]
+
+
+WAYS = {"a method": lambda t: t.step, "a closure": as_function, "the loss": lambda t: t.loss}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("level", "dtype"), [("O2", torch.float16), ("O2", torch.bfloat16), ("O1", torch.float16)])
+def test_nothing_changes(level: str, dtype: torch.dtype, way: str) -> None:
+    one, other = (torch.manual_seed(0) and Trial(level, dtype) for _ in range(2))
+    for trial in (one, other):
+        torch.manual_seed(1)
+        trial.step()
+    before = torch.get_rng_state(), random.getstate()
+    result = halfstep.diagnose(WAYS[way](one), one.model, one.optimizer)
+    assert (before[0].equal(torch.get_rng_state()), before[1] == random.getstate()) == (True, True)
+    assert result.steps >= 8
+    assert "copies" in str(result).splitlines()[0]
+    assert one.seen == [1]
+    assert amp.state_dict() is not None
+    for trial in (one, other):
+        torch.manual_seed(2)
+        trial.losses = [float(trial.step().detach()) for _ in range(3)]  # type: ignore[attr-defined]
+    assert one.losses == other.losses  # type: ignore[attr-defined]
+    for a, b in zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    scales = [amp.steps_skipped(trial.optimizer) for trial in (one, other)]
+    assert scales[0] == scales[1]
+
+
+def test_a_healthy_training_has_no_problem() -> None:
+    trial = Trial("O2", torch.bfloat16)
+    result = halfstep.diagnose(trial.step, trial.model, trial.optimizer)
+    assert [each for each in result.findings if each.severity != "note"] == []
+    assert "nothing found in 8 steps" in str(result)
+    assert len(result.losses) == 8
+
+
+def test_model_and_optimizer_are_found() -> None:
+    trial = Trial("O2", torch.float16)
+    trial.x[0, 0] = torch.nan
+    first = halfstep.diagnose(trial.step).findings[0]
+    assert (first.code, first.where) == ("HS122", "input 0")
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 9])
+def test_twelve_lines_at_most(count: int) -> None:
+    found = [Finding(f"HS{100 + i}", "error", "x", "word " * 60, {}, "fix " * 60) for i in range(count)]
+    lines = str(Diagnosis(found, 8)).splitlines()
+    assert len(lines) <= 12
+    assert all(len(line) <= 120 for line in lines)
+    assert (f"HS{100 + count - 1}" in lines[-1]) == (count > 2)
+
+
+def test_a_page(tmp_path: Path) -> None:
+    found = [Finding("HS101", "error", "layer", "the message", {}, "the fix")]
+    Diagnosis(found, 8, [3.0, 2.0, float("nan")]).report(tmp_path / "a" / "page.html")
+    text = (tmp_path / "a" / "page.html").read_text(encoding="utf-8")
+    assert all(each in text for each in ("HS101 error", "the message", "layer", "the fix", "1 problem in 8 steps"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((3,), TypeError, "not int"),
+        (("nowhere.py",), ValueError, "nowhere.py"),
+        ((lambda: None, 3), TypeError, "torch.nn.Module"),
+        ((lambda: None, nn.Linear(2, 2), 3), TypeError, "torch.optim.Optimizer"),
+        ((lambda: None,), halfstep.HalfstepError, "called no model"),
+        (("x.py", nn.Linear(2, 2)), ValueError, "leave both out"),
+    ],
+)
+def test_what_is_refused(arguments: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        halfstep.diagnose(*arguments)
