@@ -16,9 +16,7 @@ NAMES = ["linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"]
 X, W, B = torch.randn(2, 6, 8), torch.randn(4, 8), torch.randn(4)
 CALLS = {
     "linear": lambda x, w, b: F.linear(x, w, bias=b),
-    "linear without bias": lambda x, w, b: F.linear(x, w),
     "matmul": lambda x, w, b: x @ w.T,
-    "matmul of batches": lambda x, w, b: x @ x.mT,
     "matmul of a vector": lambda x, w, b: x @ w[0],
     "mm": lambda x, w, b: torch.mm(x[0], w.T),
     "bmm": lambda x, w, b: torch.bmm(x, x.mT),
@@ -40,8 +38,7 @@ def test_the_result_is_the_fp32_product_of_the_rounded_operands(name, level, emu
         found = CALLS[name](*given)
     assert found.dtype is torch.float32
     assert torch.equal(found, want)
-    found.sum().backward()
-    want.sum().backward()
+    (found.sum() + want.sum()).backward()
     for one, other in zip(given, rounded, strict=True):
         assert one.grad is other.grad is None or torch.equal(one.grad, other.grad.to(half).float())
 

@@ -180,9 +180,7 @@ def test_mentions_are_listed() -> None:
     source += "from apex import amp\nuse_apex = 1\n"
     found = migrate(source)
     assert found.problems == []
-    assert found.mentions == [
-        *((1, '"""Uses Apex.'), (3, "NVIDIA's apex."), (5, "# with apex"), (6, 'y = "apex/amp"')),
-    ]
+    assert found.mentions == [*((1, '"""Uses Apex.'), (3, "NVIDIA's apex."), (5, "# with apex"), (6, 'y = "apex/amp"'))]
 
 
 # ---- the command

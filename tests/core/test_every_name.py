@@ -22,11 +22,8 @@ SPACES = {
 }
 TEXT = Path(__file__).with_name("no_rows.txt").read_text(encoding="utf-8")
 REASONS = re.sub(r"^(#|\S).*", "", TEXT, flags=re.MULTILINE).split()
-TODO = (
-    "{} is a name of torch that the table of ops does not know. Add a row to src/halfstep/core/oplists/ops.txt if it "
-    "needs 16 bits or fp32, refuses tensors of two dtypes, or has no kernel for 16 bits; else add the name to "
-    "tests/core/no_rows.txt, below the reason why it needs none."
-)
+TODO = """{} is new in torch. If it needs 16 bits or fp32, refuses tensors of two dtypes or has no 16-bit kernel, add
+a row to src/halfstep/core/oplists/ops.txt; else add the name to tests/core/no_rows.txt, below the reason for no row."""
 
 
 def is_known(space: str, name: str) -> bool:

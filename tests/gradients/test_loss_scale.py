@@ -173,11 +173,9 @@ def test_update_is_pure_and_takes_any_flag(rule: LossScale, found: Any) -> None:
     assert all(a is not b for a, b in zip(state, after, strict=True))
     assert (
         numbers(after)
-        == {
-            "NoLossScale": (1.0, 0, 0),
-            "StaticLossScale": (8.0, 1, 0),
-            "DynamicLossScale": (2.0**15, 0, 0),
-        }[type(rule).__name__]
+        == {"NoLossScale": (1.0, 0, 0), "StaticLossScale": (8.0, 1, 0), "DynamicLossScale": (2.0**15, 0, 0)}[
+            type(rule).__name__
+        ]
     )
 
 

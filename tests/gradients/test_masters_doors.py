@@ -281,10 +281,7 @@ def test_a_first_sparse_gradient_that_overflows_changes_nothing(face: str, half:
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize(
-    "counted",
-    [pytest.param(True, id="a step of its own"), pytest.param(False, id="a scheduler")],
-)
+@pytest.mark.parametrize("counted", [pytest.param(True, id="a step of its own"), pytest.param(False, id="a scheduler")])
 def test_an_optimizer_that_goes_on_unfused_keeps_what_is_on_it(counted: bool) -> None:
     calls: list[str] = []
 

@@ -703,10 +703,9 @@ def test_the_examples_of_paddles_guide(name: str) -> None:
     assert losses[-1] < losses[0]
     assert losses[0].dtype is (HALF if name == "O2" else torch.float32), "the guide prints a float16 loss for O2 alone"
     kinds = [p.dtype for p in model.parameters()]
-    assert kinds == {
-        "O2": [HALF] * 18,
-        "O2 with guard": [torch.float32] * 2 + [HALF] * 16,
-    }.get(name, [torch.float32] * 18)
+    assert kinds == {"O2": [HALF] * 18, "O2 with guard": [torch.float32] * 2 + [HALF] * 16}.get(
+        name, [torch.float32] * 18
+    )
     if name != "fp32":
         assert optimizer.get_loss_scaling() == 128.0
 
