@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from halfstep.findings.memory import Line, lines
+from halfstep.findings.memory import MemoryLine, lines
 from halfstep.oplists import RULES, entries
 
 
@@ -17,7 +17,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown
 
 
-def bytes_table(found: Iterable[Line]) -> str:
+def bytes_table(found: Iterable[MemoryLine]) -> str:
     """Bytes a parameter, line by line."""
     head = "| optimizer | at | weight | master | state | gradient | sum |\n" + "|---" * 7 + "|"
     rows = [
