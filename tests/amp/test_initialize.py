@@ -630,21 +630,6 @@ def test_memory_of_a_finished_fold_is_freed() -> None:
     assert torch.equal(model.state_dict()["0.weight"], param.detach().float())
 
 
-def test_module_filter() -> None:
-    def keep(module: nn.Module, name: str) -> torch.dtype | None:
-        return torch.float32 if name == "3" else None
-
-    model = net()
-    model, optim = amp.initialize(
-        model, optimizer("sgd", model.parameters()), opt_level="O2", module_filter=keep, verbosity=0
-    )
-    assert model[0].weight.dtype is torch.bfloat16
-    assert model[3].weight.dtype is torch.float32
-    backward(model, optim)
-    assert model[3].weight.grad.dtype is torch.float32
-    assert model[3].weight is next(p for p in amp.master_params(optim) if p.shape == (3, 4))
-
-
 def test_public_names() -> None:
     assert isinstance(halfstep.__version__, str)
     for name in amp.__all__:

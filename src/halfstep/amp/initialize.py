@@ -19,7 +19,17 @@ from ..core.oplists import OpLists
 from ..core.policy import Policy
 from ..core.removed import removed_arguments
 from ..stepping.prepare import check, check_state_form, prepare
-from .arguments import as_models, as_optimizers, device_of, returned, typed, warn_of_slow_devices
+from .arguments import (
+    Layers,
+    ModuleFilter,
+    as_models,
+    as_optimizers,
+    chosen_dtypes,
+    device_of,
+    returned,
+    typed,
+    warn_of_slow_devices,
+)
 from .loss_scaler import LossScaler
 from .options import Properties, resolve
 from .session import Session, latest
@@ -47,8 +57,9 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     dtype: torch.dtype | str | None = None,
-    module_filter: modules.ModuleFilter | None = None,
+    module_filter: ModuleFilter | None = None,
     *,
+    excluded_layers: Layers = None,
     op_lists: OpLists | None = None,
     custom_white_list: Iterable[object] | None = None,
     custom_black_list: Iterable[object] | None = None,
@@ -95,8 +106,15 @@ def initialize(
         min_loss_scale: floor of the dynamic scale; None or 0 for none.
         max_loss_scale: ceiling of the dynamic scale.
         dtype: the 16-bit dtype; None means float16 for a model on CUDA and bfloat16 elsewhere.
-        module_filter: called as ``module_filter(module, qualified_name)``; a dtype it returns is that module's own
-            at O2 and O3, whatever the level says, and None leaves it to the level.
+        module_filter: the long form of ``excluded_layers``, called as ``module_filter(module, qualified_name)``. A
+            dtype it returns is the dtype of that module and of all modules in it; None leaves a module to the level, or
+            to the module that has it. Dtypes other than fp32 are for O2 and O3.
+        excluded_layers: modules that compute in fp32 with all modules in them, at every level: qualified names, module
+            types, modules, functions of ``(module, qualified_name)`` that return True, or a list of such. Their
+            parameters and buffers are fp32, also where they share them with others. The outermost of them that is
+            called gets its arguments in fp32, and returns the dtype of the ops around it, unless the model returns the
+            result as it is. An op in it that meets a 16-bit tensor computes in fp32. What calls ``layer.forward`` or
+            uses ``layer.weight`` from outside is not in the module, and is cast as the level says.
         op_lists: which ops run in which precision; only at O1.
         custom_white_list: ops to run in 16 bits, names or torch functions, against the lists of O1; only there.
         custom_black_list: ops to run in fp32, likewise.
@@ -145,7 +163,8 @@ def initialize(
     check_kind("verbosity", verbosity, int, "0, 1 or 2")
     check_emulate(emulate)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
-    check("amp.initialize", model_list, optimizer_list, policy.param_dtype, module_filter=module_filter)
+    chosen = chosen_dtypes(model_list, excluded_layers, module_filter)
+    check("amp.initialize", model_list, optimizer_list, policy.param_dtype)
     check_state_form("amp.initialize", optimizer_list, policy.state_dtype, fused=fused)
     if verbosity > 0:
         _log_half_params(model_list, policy)
@@ -168,7 +187,7 @@ def initialize(
         optimizer_list,
         policy,
         casting=casting,
-        module_filter=module_filter,
+        chosen=chosen,
         save_dtype=torch.float32 if policy.param_dtype is not None else None,
         fused=fused,
         verbose=verbosity > 0,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -184,8 +183,8 @@ def to_half(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwar
 
 def to_float(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Cast every 16-bit argument to fp32, unless the caller asks for a 16-bit result: some ops refuse to narrow."""
-    at = _SPARSE_AT.get(name, sys.maxsize) + (2 if args and not args[0].is_floating_point() else 0)
-    if name in _SPARSE_AT and (kwargs.get("sparse") or args[at : at + 1] == (True,)):
+    at = _SPARSE_AT.get(name, 0) and _SPARSE_AT[name] + (2 if args and not args[0].is_floating_point() else 0)
+    if at and (kwargs.get("sparse") or args[at : at + 1] == (True,)):
         # Torch cannot cast a sparse gradient back to the weight's dtype, and a lookup rounds nothing.
         return _cast(mode, func(*args, **kwargs), torch.float32, name)
     if not kwargs:  # as _call_in, with a call less
@@ -272,6 +271,8 @@ def match_self(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict
 def float_inplace(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """An fp32 op cannot write its result into 16 bits."""
     if args and args[0].dtype in HALF_DTYPES and mode.casts(args[0]):
+        if not mode.config.enabled:  # an island, which writes to a tensor from outside
+            return match_self(mode, func, args, kwargs)
         raise UnsafeOpError(
             f"{name}_ runs in fp32 under op casting and cannot write in place into a {dtype_name(args[0].dtype)} "
             f"tensor; use the form that is not in place, x = x.{name}(...), or convert the tensor first, x.float()."
