@@ -18,14 +18,14 @@ _MOST_LINES = 12
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong with a training, where it begins and what to do. Print it.
+    """The fault of a training: what is wrong with a training, where it begins and what to do. Print it.
 
     Attributes:
         findings: the findings, the likely cause first; notes are last.
         steps: the number of observed steps.
         losses: the losses of these steps.
         skipped: the number of skipped steps.
-        about: how the steps ran, for the first line.
+        about: a remark on the steps, for the first line.
     """
 
     findings: list[Finding]

@@ -142,7 +142,7 @@ def _answer(seen: Observed, step: Callable[[], Any] | None = None, *, about: str
     Args:
         seen: the record of the run, whose models may change now.
         step: the function that runs a step; None for the forward pass alone.
-        about: what the first line says of how the steps ran.
+        about: a remark on the steps for the first line.
     """
     found = [*seen.found, *apply(seen)]
     found += [each for monitor in seen.monitors for each in monitor.findings()]

@@ -36,7 +36,7 @@ from .within_steps import on_grid, scaled_gradients, without_gradient
 __all__ = ["STEPS", "Ended", "Observed", "Pass"]
 
 STEPS = 8
-"""The number of steps that are observed, without those that are skipped."""
+"""The number of steps that are observed, without skipped ones."""
 
 
 class Ended(BaseException):
@@ -49,7 +49,7 @@ class Pass:
 
     Attributes:
         args: the positional arguments of the model.
-        kwargs: its keyword arguments.
+        kwargs: the keyword arguments.
         values: parameters, masters and buffers of the model, with their values before the pass.
         random: the state of torch's random numbers before the pass.
         loss: the latest loss of the step.
@@ -288,7 +288,7 @@ class Observed(Forward):
         if type(scaler) is torch.amp.GradScaler and self._scaled_by:  # halfstep's scaler looks itself
             checks = self._checks.setdefault(id(optimizer), ScalingChecks())
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            scale = torch.tensor(scaler.get_scale(), device=params[0].device)
+            scale = torch.tensor(scaler.get_scale(), dtype=torch.float32, device=params[0].device)
             checks.look_for_clipping(params, scale, plain=True)
 
 

@@ -1,4 +1,4 @@
-"""What the observed steps show and no other tool looks for: batches, random numbers, ranks, and who unscales gradients.
+"""Rules about the observed steps that no other tool has: batches, random numbers, ranks, and who unscales gradients.
 
 Each rule yields findings. HS122 to HS126 are codes of ``diagnose`` only.
 """
