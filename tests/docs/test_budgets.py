@@ -39,8 +39,8 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
     "compat": ("compat",),
     "observers": ("observe", "numerics", "findings", "debugging", "pages"),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_012, "compat": 4_442, "observers": 4_254}
-ALL_CODE_LINES = 23_109
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_011, "compat": 4_442, "observers": 4_252}
+ALL_CODE_LINES = 23_104
 DIAGNOSIS = (484, 550)
 """Lines of code of ``diagnosis`` and of its tests, which the two budgets above leave out: the table of aims of issue 48
 gives each new feature a budget of its own. 62 of the lines were ``cli/script_check.py`` before."""

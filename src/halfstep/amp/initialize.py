@@ -69,6 +69,7 @@ def initialize(
     fused: bool = True,
     cast_ops: bool | None = None,
     state_dtype: StateForm | str = None,
+    master_grad: bool = False,
 ) -> Any:
     """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
 
@@ -135,6 +136,8 @@ def initialize(
             that bfloat16 weights, masters and state of AdamW take 6 bytes a parameter, not 12. ``torch.bfloat16`` is
             for first moments. For ``Adam``, ``AdamW`` and ``SGD`` of torch, and for fused optimizers that were not made
             with another; None leaves them at fp32.
+        master_grad: whether gradients of weights with masters are fp32 after every block. With False those of bfloat16
+            weights stay in bfloat16 where one pass, without a loss scale, has computed them.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -160,6 +163,7 @@ def initialize(
     policy, half = recipe.options.policy, recipe.half
     check_count("num_losses", num_losses)
     check_flag("fused", fused)
+    check_flag("master_grad", master_grad)
     check_kind("verbosity", verbosity, int, "0, 1 or 2")
     check_emulate(emulate)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
@@ -193,6 +197,7 @@ def initialize(
         verbose=verbosity > 0,
     ):
         attached.session = session
+        attached.keeper.table.always_fp32 = master_grad
         attached.window.scaling.expected = scalers
         attached.window.scaling.in_float16 = policy.compute_dtype is torch.float16
     if policy.op_lists is not None or policy.cast_ops:

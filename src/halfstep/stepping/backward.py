@@ -163,6 +163,7 @@ class Window:
         block: Any,
         guard: Callable[[], None] | None = None,
         named: bool = True,
+        loss: torch.Tensor | None = None,
     ) -> None:
         """Set aside the present gradients, so that a backward pass scaled by ``scale`` brings only its own.
 
@@ -172,6 +173,7 @@ class Window:
             guard: called before a gradient is used inside of the pass; raises an error if it must not be.
             named: False if the block belongs to other optimizers, and its pass may reach parameters of this one, too.
                 If a block of this one is opened meanwhile, ``block.finish_reached`` ends this pass for it.
+            loss: what the pass begins from, if that is known.
 
         Raises:
             UsageError: if a block is open already, or if the model was cut after its optimizer was attached.
@@ -210,7 +212,7 @@ class Window:
         stay = list if self._mixes else None if alone else self._averaged_next
         if not alone:
             self.ranks.abandon_plain()
-        self.gradients.begin(scale, block, stay)
+        self.gradients.begin(scale, block, stay, loss)
         if not alone:
             self.ranks.begin_backward(scale, table.slots)
 

@@ -100,10 +100,13 @@ class ScaledBackward:
             for window in self._windows:
                 if self._stay and window.release is not None:
                     window.release.refuse_delay()
-                window.begin(scale, block=self, guard=guard)
-            self._beside = [] if scale is None or len(WINDOWS) <= len(self._windows) else reachable(self._windows)
+                window.begin(scale, block=self, guard=guard, loss=loss)
+            beside = [] if len(WINDOWS) <= len(self._windows) else reachable(self._windows)
+            self._beside = [] if scale is None else beside
             for window in self._beside:
                 window.begin(scale, block=self, guard=_refuse_release, named=False)
+            for window in beside if scale is None else ():
+                window.gradients.clear(cleared=False)
             wide = loss.float() if loss.dtype in HALF_DTYPES else loss
             if scale is None:
                 return wide

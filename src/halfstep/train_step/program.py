@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..core.compiler_compat import compile_errors, compile_with_autograd, own_code
-from ..core.torch_compat import HAS_GRAD_DTYPE, tensor_hooks
+from ..core.torch_compat import tensor_hooks
 from ..gradients.ledger import get_grads, set_grads
 from ..kernels.shards import is_sharded
 from .signature import Signature
@@ -128,11 +128,6 @@ def _first_line(error: Exception) -> str:
 def _add_grads(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
     """Add to parameters' gradients, as autograd does at the end of a backward pass; None adds nothing."""
     for param, present, grad in zip(params, get_grads(params), grads, strict=True):
-        if grad is None:
-            continue
-        if present is not None:
-            set_grads([param], [present.add_(grad)])
-        elif HAS_GRAD_DTYPE and param.grad_dtype is not None:
-            param.grad = grad.to(param.grad_dtype)
-        else:
-            set_grads([param], [grad])
+        if grad is not None:
+            dtype = getattr(param, "grad_dtype", None) or grad.dtype
+            set_grads([param], [grad.to(dtype) if present is None else present.add_(grad)])
