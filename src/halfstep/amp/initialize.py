@@ -116,8 +116,9 @@ def initialize(
             called gets its arguments in fp32, and returns the dtype of the ops around it, unless the model returns the
             result as it is. An op in it that meets a 16-bit tensor computes in fp32. What calls ``layer.forward`` or
             uses ``layer.weight`` from outside is not in the module, and is cast as the level says.
-        op_lists: which ops run in which precision; only at O1.
-        custom_white_list: ops to run in 16 bits, names or torch functions, against the lists of O1; only there.
+        op_lists: which ops run in which precision; at O2 and O3 see ``custom_white_list``.
+        custom_white_list: ops to run in 16 bits, names or torch functions, against the lists of O1. At O2 and O3
+            these lists move the ops of the models, and no list of the level counts; the function mode stays on then.
         custom_black_list: ops to run in fp32, likewise.
         custom_wide_list: matrix products that read 16-bit operands and give an fp32 result, likewise.
         emulate: "auto" runs matrix products, convolutions, attention and recurrent layers in fp32 kernels, on 16-bit
@@ -178,11 +179,11 @@ def initialize(
     casting = OpCasting(
         half,
         policy.op_lists,
-        enabled=policy.op_lists is not None,
+        enabled=policy.casts_ops,
         verbose=verbosity > 1,
         devices=modules.device_types(model_list),
         emulate=emulate,
-        meets=policy.op_lists is not None or (policy.param_dtype in HALF_DTYPES and policy.cast_ops is not False),
+        meets=policy.casts_ops or (policy.param_dtype in HALF_DTYPES and policy.cast_ops is not False),
     )
     scalers = [LossScaler(rule, name=f"loss scaler {i}", verbose=verbosity > 0) for i in range(num_losses)]
     session = Session(recipe.options, verbosity, scalers)
@@ -200,7 +201,7 @@ def initialize(
         attached.keeper.table.always_fp32 = master_grad
         attached.window.scaling.expected = scalers
         attached.window.scaling.in_float16 = policy.compute_dtype is torch.float16
-    if policy.op_lists is not None or policy.cast_ops:
+    if policy.casts_ops or policy.cast_ops:
         begin_session(casting, [*model_list, *optimizer_list])
     latest.session = session
     if verbosity > 0:

@@ -42,7 +42,7 @@ class Properties:
         """The properties of a policy, under the level that it is nearest to."""
         halves = policy.param_dtype in HALF_DTYPES
         level = ("O2" if policy.master_weights else "O3") if halves else "O0"
-        return cls(policy, level if policy.op_lists is None else "O1")
+        return cls(policy, "O1" if policy.casts_ops else level)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Properties:
             "enabled": self.enabled,
             "opt_level": self.opt_level,
             "cast_model_type": policy.param_dtype,
-            "patch_torch_functions": policy.op_lists is not None,
+            "patch_torch_functions": policy.casts_ops,
             "keep_batchnorm_fp32": policy.keep_batchnorm_fp32 if self.opt_level in ("O2", "O3") else None,
             "master_weights": None if self.opt_level == "O1" else policy.master_weights,
             "loss_scale": policy.loss_scale,
@@ -119,7 +119,6 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
     fields = dict(overrides)
     casts_ops = fields.pop("patch_torch_functions", defaults.op_lists is not None)
     cast = fields.pop("cast_model_type", defaults.param_dtype) or None
-    lists = _check_lists(level, casts_ops, given)
     cast_ops, outputs = given["cast_ops"], given["cast_model_outputs"]
     check_cast_ops(cast_ops, level, cast)
     policy = defaults.replace(
@@ -127,7 +126,7 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
         param_dtype=cast,
         compute_dtype=half if casts_ops else cast,
         output_dtype=parse_dtype(outputs, "cast_model_outputs") if outputs is not None else cast and torch.float32,
-        op_lists=lists if casts_ops else None,
+        op_lists=_check_lists(level, casts_ops, cast, given),
         cast_ops=cast_ops,
         state_dtype=parse_state_form(given["state_dtype"]),
     )
@@ -256,20 +255,17 @@ def _show(value: Any) -> str:
     return dtype_name(value) if isinstance(value, torch.dtype) else str(value)
 
 
-def _check_lists(level: str, casts_ops: bool, given: Mapping[str, Any]) -> OpLists:
-    """The op lists of O1."""
+def _check_lists(level: str, casts_ops: bool, dtype: Any, given: Mapping[str, Any]) -> OpLists | None:
+    """The op lists: at O1 those of the level, and with 16-bit weights only what the user has put on them."""
     op_lists = given["op_lists"]
     custom = {name: each for name in ("white", "black", "wide") if (each := given[f"custom_{name}_list"]) is not None}
     if op_lists is None and not custom:
-        return OpLists.default()
-    if not casts_ops:
-        raise UsageError(
-            f"op_lists, custom_white_list, custom_black_list and custom_wide_list say how ops are cast, and at {level} "
-            'none are; use opt_level="O1".'
-        )
+        return OpLists.default() if casts_ops else None
+    if not casts_ops and dtype not in HALF_DTYPES:
+        raise UsageError(f'op lists say how ops are cast, and at {level} none are; use opt_level="O1" or "O2".')
     if op_lists is None:
-        return OpLists.custom(**custom)
+        return OpLists.custom(**custom, level="O1" if casts_ops else "none")
     check_kind("op_lists", op_lists, OpLists, "a halfstep.OpLists, and custom_white_list= and the like lists of ops")
     if custom:
         raise UsageError("op_lists and custom lists were both given; put them into one: OpLists.custom(white, black).")
-    return op_lists  # type: ignore[no-any-return]
+    return op_lists if casts_ops else op_lists.replace(level="none")  # type: ignore[no-any-return]

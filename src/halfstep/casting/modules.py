@@ -373,7 +373,9 @@ def add_borders(model: nn.Module, chosen: Mapping[nn.Module, torch.dtype], dtype
     """
     found, devices = _islands(chosen, dtype), device_types([model])
     settings: dict[str, Any] = {"enabled": False, "devices": devices, "meets": True}
-    castings = {target: OpCasting(target, _LISTS.get(target), **settings) for target in set(found.values())}
+    # In fp32 all ops compute in fp32, also if they meet a 16-bit tensor.
+    lists = {torch.float32: OpLists("OD", black=tuple(op.name for op in OPS.values() if op.reason == "matrix-unit"))}
+    castings = {target: OpCasting(target, lists.get(target), **settings) for target in set(found.values())}
     for name, module in model.named_modules():
         owns = module in chosen or any(map(_own_tensors, module.modules()))
         # A parametrization computes a weight, also for code outside that reads it.
@@ -381,10 +383,6 @@ def add_borders(model: nn.Module, chosen: Mapping[nn.Module, torch.dtype], dtype
             target, hooks = found[module], hooks_of(module, explicit=True).attach_to(module)
             hooks.casting, hooks.outputs = castings[target], None if module is model else dtype
             hooks.inputs = (ModuleInputs if target in HALF_DTYPES else ModelInputs)(target)
-
-
-_LISTS = {torch.float32: OpLists("OD", black=tuple(op.name for op in OPS.values() if op.reason == "matrix-unit"))}
-"""The lists of islands, where they have some. In fp32 all ops compute in fp32, also if they meet a 16-bit tensor."""
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:

@@ -58,9 +58,8 @@ def prepare(
         options: further arguments of ``prepare_model``.
     """
     originals: dict[int, torch.Tensor] = {}
-    keeps = policy.master_weights and bool(optimizers)
     for model in models:
-        originals |= prepare_model(model, policy, keep_originals=keeps, **options)
+        originals |= prepare_model(model, policy, keep_originals=policy.master_weights and bool(optimizers), **options)
     # A fused step keeps masters in its own state, but optimizers that share a parameter must share its master.
     owners = Counter(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
     alone = max(owners.values(), default=1) == 1
@@ -130,11 +129,11 @@ def prepare_model(
         modules.add_borders(model, {m: dtype for m, dtype in chosen.items() if dtype is torch.float32}, None)
     modules.add_hooks(
         model,
-        inputs=None if policy.op_lists is not None else policy.compute_dtype,
+        inputs=None if policy.casts_ops else policy.compute_dtype,
         outputs=policy.output_dtype,
         saved=save_dtype,
         casting=None if modules.has_casting(model) else casting,
-        always_meets=bool(policy.cast_ops),
+        always_meets=bool(policy.cast_ops or policy.op_lists),
         spared=spared,
     )
     return originals
