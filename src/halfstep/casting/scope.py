@@ -16,7 +16,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ContextDecorator
+from contextlib import AbstractContextManager, ContextDecorator
 from types import FrameType
 from typing import Any
 
@@ -151,7 +151,7 @@ def active_casting() -> OpCasting | None:
     return current if isinstance(current, OpCasting) and current.enabled else None
 
 
-def disable_casts() -> OpCasting:
+def disable_casts() -> AbstractContextManager[Any]:
     """A scope or decorator without op casting, in this thread; exceptions and nesting leave it as they found it."""
     return OpCasting(None, enabled=False)
 
