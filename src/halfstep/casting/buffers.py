@@ -51,11 +51,14 @@ def _is_destroyed(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 class _KeptBuffer(Master):
-    """The fp32 value of a buffer before it was cast."""
+    """The fp32 value of a buffer before it was cast. A copy of the model copies both."""
 
     def __init__(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
         super().__init__(buffer)
         self.value = value
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.param, self.value)
 
     def read(self) -> torch.Tensor:
         """The buffer in fp32: with the digits that were kept, where its number is still the cast of these."""

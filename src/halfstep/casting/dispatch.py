@@ -58,7 +58,7 @@ ByNumbers = tuple[Rule, Rule | None, tuple[type, ...], int]
 infinity, which looks closer; the rule for any other; the types of numbers; and the first argument that may be one."""
 
 _PYTHON_METHODS: dict[Callable[..., Any], str] = {
-    method: name for name in dir(torch.Tensor) if isinstance(method := getattr(torch.Tensor, name), FunctionType)
+    method: name for name, method in vars(torch.Tensor).items() if isinstance(method, FunctionType)
 }
 
 
