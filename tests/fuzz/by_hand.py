@@ -148,7 +148,7 @@ class ByHand:
             if adds_up or (HAS_GRAD_DTYPE and self.in_place and owner.grad is not None):
                 p.grad_dtype = owner.dtype
         (loss * scale).backward()
-        reused = self.net.b.weight if self.net.b.weight is self.net.c.weight else None
+        reused = self.net.b.weight if hasattr(self.net, "c") and self.net.b.weight is self.net.c.weight else None
         for p, before in kept:
             new, p.grad = p.grad, None
             if HAS_GRAD_DTYPE:

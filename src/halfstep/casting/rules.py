@@ -204,10 +204,9 @@ def half_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dic
     """An op that native autocast lowers by itself: only its weights are ours, from the cache."""
     if mode.cache is None or _is_compiling() or (kwargs and kwargs.get("out") is not None):
         return func(*args, **kwargs)
-    weight = mode.weight
-    is_weight = _is_weight
-    args = [weight(a) if type(a) is Parameter or is_weight(a) else a for a in args]
-    return func(*args, **{key: weight(a) if _is_weight(a) else a for key, a in kwargs.items()})
+    w, t = mode.weight, torch.Tensor  # asks as _is_weight does, without a call for each argument
+    args = [w(a) if type(a) is Parameter or (isinstance(a, t) and a.requires_grad and a.is_leaf) else a for a in args]
+    return func(*args, **{key: w(a) if _is_weight(a) else a for key, a in kwargs.items()}) if kwargs else func(*args)
 
 
 def _is_weight(value: Any) -> bool:
