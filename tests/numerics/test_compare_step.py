@@ -456,7 +456,7 @@ NOT_FINITE: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
     (lambda x: (x * 0.0).abs().sqrt(), "NaN, from 1: div (backward)"),
     (lambda x: (x * 1e30).exp() * 0.0, "NaN, from 1: exp"),  # inf * 0 is NaN, and exp has made the inf
     (lambda x: x * 1e30 * 1e30, "NaN, from 1: mul"),
-    (lambda x: masked(x, 0), "NaN, from 1: where"),
+    (lambda x: masked(x, 0), "NaN, from 1: _softmax"),
     (lambda x: masked(x, 8), ""),
     (lambda x: x, ""),
 ]
