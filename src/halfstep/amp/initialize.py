@@ -19,6 +19,7 @@ from ..core.oplists import OpLists
 from ..core.policy import Policy
 from ..core.removed import removed_arguments
 from ..stepping.prepare import check, check_state_form, prepare
+from ..stepping.scaling_checks import ForgottenScale
 from .arguments import (
     Layers,
     ModuleFilter,
@@ -199,8 +200,7 @@ def initialize(
     ):
         attached.session = session
         attached.keeper.table.always_fp32 = master_grad
-        attached.window.scaling.expected = scalers
-        attached.window.scaling.in_float16 = policy.compute_dtype is torch.float16
+        attached.window.subscribers.append(ForgottenScale(scalers, policy.compute_dtype is torch.float16))
     if policy.casts_ops or policy.cast_ops:
         begin_session(casting, [*model_list, *optimizer_list])
     latest.session = session

@@ -43,7 +43,6 @@ import torch
 from ..core.dtypes import HALF_DTYPES
 from ..core.torch_compat import HAS_GRAD_DTYPE, is_view
 from ..kernels import multi_tensor
-from ..kernels.multi_tensor import TensorGroupsCache
 from ..kernels.shards import local
 from .table import OptimizerTable, Slot, record_of, reduced_params
 from .unscale import Unscaler, reciprocal, widened
@@ -117,8 +116,6 @@ class Gradients:
         self.has_saved = False
         self._pending: list[Slot] = []  # had no gradient in their place when the block was opened
         self._unscaler = Unscaler()
-        self._clipper = Unscaler()
-        self._groups = TensorGroupsCache()
 
     # ---- around a backward pass
 
@@ -274,7 +271,7 @@ class Gradients:
             owners = [slot.param for slot in again]
             grads: list[torch.Tensor] = [param.grad for param in owners]  # type: ignore[misc]
             sums = [slot.grad.saved.float() for slot in again]  # type: ignore[union-attr]
-            groups = self._groups.get("again", owners, grads, sums)
+            groups = self._unscaler.get("again", owners, grads, sums)
             multi_tensor.unscale_into(grads, sums, inv_scale, found_inf, accumulate=True, groups=groups)
             for slot, total in zip(again, sums, strict=True):
                 slot.grad.saved = None
@@ -288,7 +285,7 @@ class Gradients:
                 torch.empty_like(grad, dtype=torch.float32) if id(param) in first else grad
                 for param, grad in zip(params, grads, strict=True)
             ]
-            groups = self._groups.get("first", params, grads, targets)
+            groups = self._unscaler.get("first", params, grads, targets)
             multi_tensor.unscale_into(grads, targets, inv_scale, found_inf, accumulate=False, groups=groups)
             set_grads(first.values(), [t for param, t in zip(params, targets, strict=True) if id(param) in first])
 
@@ -321,7 +318,7 @@ class Gradients:
         if not grads:
             return None
         found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device)
-        self._unscaler.unscale(grads, torch.ones_like(found_inf), found_inf)
+        self._unscaler.unscale(grads, torch.ones_like(found_inf), found_inf, groups_of="check")
         for grad in map(local, grads):
             grad.masked_fill_((found_inf != 0).to(grad.device, non_blocking=True), 0.0)
         return found_inf
@@ -345,7 +342,7 @@ class Gradients:
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip unscaled gradients to a total norm; see ``Unscaler.clip``."""
         self.widen()
-        return self._clipper.clip(self.table.params, max_norm, norm_type)
+        return self._unscaler.clip(self.table.params, max_norm, norm_type)
 
     def unscale_and_clip(
         self, params: Sequence[torch.Tensor], scale: torch.Tensor, found_inf: torch.Tensor, max_norm: float

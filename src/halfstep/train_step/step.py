@@ -205,7 +205,7 @@ class TrainStep:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             elif (attached := attached_to(self.optimizer)) is not None:
-                attached.window.gradients.widen()
+                attached.keeper.gradients.widen()
             params = list(self._params())
             # torch cannot clip plain tensors together with shards, nor shards on several meshes.
             meshes = {id(place and place[0]) for place in placements_of(params)}
