@@ -844,6 +844,7 @@ def test_custom_lists_at_o1() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
+        ({"opt_level": "O2", "custom_black_list": ["exp"]}, UsageError, 'at O2 none are; use opt_level="O1"'),
         ({"opt_level": "O1", "op_lists": ["exp"]}, ArgumentTypeError, "op_lists must be a halfstep.OpLists"),
         ({"opt_level": "O1", "op_lists": OpLists(), "custom_white_list": []}, UsageError, "both given"),
         ({"opt_level": "O1", "custom_white_list": ["softmx"]}, ArgumentValueError, "Did you mean 'softmax'"),

@@ -27,7 +27,7 @@ def test_every_optimizer_is_in_the_table() -> None:
 
 def test_a_number_of_parameters_adds_gib_and_a_name_leaves_others_out() -> None:
     text = run("--params", "7e9", "--optimizer", "fusedadam")
-    assert "O2 bfloat16      2      2     8    2  14  91.3" in text
+    assert "O2 bfloat16      2      2     8    4  16 104.3" in text
     assert "RMSprop" not in text
 
 

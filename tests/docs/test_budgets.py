@@ -23,13 +23,13 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "halfstep"
 
 BUDGETS = {  # calls, files, returns
-    "O2 bfloat16, SGD, scale_loss": (100, 26, 12),
-    "O2 bfloat16, SGD, scale_loss, emulate=False": (73, 23, 12),
-    "O2 float16, torch AdamW, scale_loss": (133, 32, 24),
-    "GradScaler, SGD": (39, 11, 9),
+    "O2 bfloat16, SGD, scale_loss": (101, 28, 12),
+    "O2 bfloat16, SGD, scale_loss, emulate=False": (74, 25, 12),
+    "O2 float16, torch AdamW, scale_loss": (136, 35, 24),
+    "GradScaler, SGD": (40, 13, 9),
     "FusedAdam.step": (21, 7, 2),
     "Model.fit at O1": (68, 9, 3),
-    "Executor.run at O2": (105, 24, 19),
+    "Executor.run at O2": (106, 26, 19),
 }
 
 GROUPS = {  # rooms, of which each change may take lines from one to another
@@ -39,13 +39,13 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
     "compat": ("compat",),
     "observers": ("observe", "numerics", "findings", "debugging", "pages"),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_008, "compat": 4_442, "observers": 4_252}
-ALL_CODE_LINES = 23_095
-DIAGNOSIS = (484, 550)
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_012, "compat": 4_442, "observers": 4_254}
+ALL_CODE_LINES = 23_109
+DIAGNOSIS = (485, 550)
 """Lines of code of ``diagnosis`` and of its tests, which the two budgets above leave out: the table of aims of issue 48
 gives each new feature a budget of its own. 62 of the lines were ``cli/script_check.py`` before."""
-KINDS_AND_FIELDS = (10, 72)  # of the objects behind one attached optimizer
-ALL_TEST_LINES = 42_091
+KINDS_AND_FIELDS = (15, 112)  # of the objects behind one attached optimizer
+ALL_TEST_LINES = 42_092
 
 
 def above(what: str, found: Sequence[int], budget: Sequence[int], units: Sequence[str], advice: str) -> str:

@@ -308,7 +308,7 @@ def test_gradients_come_in_the_dtype_that_was_chosen() -> None:
     half, single, full = param(dtype=BF16), param(), param(1.0, BF16)
     wide(half, single, full).expect()
     assert (half.grad_dtype, single.grad_dtype, full.grad_dtype) == (FP32, FP32, BF16)
-    wide(half, single, full).expect(scaled=True)
+    wide(half, single, full).expect(as_computed=True)
     assert (half.grad_dtype, single.grad_dtype, full.grad_dtype) == (None, FP32, BF16)
     plain(half).expect()
     assert half.grad_dtype is None, "who has no masters leaves it alone"
@@ -317,6 +317,14 @@ def test_gradients_come_in_the_dtype_that_was_chosen() -> None:
     single.grad_dtype = None
     wide(half, single).expect()
     assert (half.grad_dtype, single.grad_dtype) == (FP32, FP32)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype")
+@pytest.mark.parametrize("scale", [None, SCALE])
+def test_gradients_come_in_fp32_unless_they_are_unscaled_into_it(scale: torch.Tensor | None) -> None:
+    p = param(dtype=BF16)
+    wide(p).begin(scale, BLOCK)
+    assert p.grad_dtype is (FP32 if scale is None else None)
 
 
 def test_before_grad_dtype_the_fp32_gradient_and_not_its_image_stays_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

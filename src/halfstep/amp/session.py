@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from ..casting.dynamo import eager
-from ..core.checks import check_flag, check_kind
+from ..core.checks import check_flag
 from ..core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, UsageError
 from ..gradients.loss_scaler import saved_numbers
-from ..stepping.attached import AttachedOptimizer, attached_to, skipped_steps
+from ..stepping.attached import AttachedOptimizer, attached_to
 from ..stepping.scaled_backward import ScaledBackward
 from .loss_scaler import LossScaler
 from .options import Properties
@@ -173,7 +173,8 @@ def master_params(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimi
     """The parameters that the optimizer updates: fp32 masters at O2, the model's own at other levels.
 
     ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`` right after ``amp.scale_loss`` clips
-    unscaled gradients, in fp32. A master's ``grad`` is the gradient of the model's parameter, so the step uses it.
+    unscaled gradients. A master's ``grad`` is the gradient of the model's parameter, so clipping over
+    ``model.parameters()`` is the same.
 
     Args:
         optimizer: one that ``amp.initialize`` returned, or any other, or a list of optimizers.
@@ -202,7 +203,7 @@ def _stepped_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def steps_skipped(optimizer: torch.optim.Optimizer) -> int:
     """The number of steps of an optimizer that were skipped because gradients overflowed. Reads the device."""
     _, found = session_of([optimizer], "amp.steps_skipped")
-    return skipped_steps(found[0].counts) if found else 0
+    return found[0].stepping.skipped if found else 0
 
 
 def state_dict(
@@ -241,7 +242,10 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizer: torch.optim.Opt
         ArgumentValueError: for an entry that is not one of a loss scaler; nothing is loaded then.
     """
     scalers = _session(optimizer, "amp.load_state_dict").loss_scalers
-    check_kind("state_dict", state_dict, Mapping, "what amp.state_dict() returned, a dict")
+    if not isinstance(state_dict, Mapping):
+        raise ArgumentTypeError(
+            f"amp.load_state_dict takes what amp.state_dict() returned, a dict, not {type(state_dict).__name__}."
+        )
     names = [key for key in state_dict if key.startswith("loss_scaler")]
     unexpected = [key for key in state_dict if key not in names]
     if unexpected:

@@ -163,7 +163,6 @@ class ThreadState(threading.local):
         before: the state before the thread joined its first session.
         mode: the function mode.
         cache: the casts of weights.
-        rounded: in a model, results of islands, and as they were before they were cast to the dtype around.
     """
 
     def __init__(self) -> None:
@@ -171,7 +170,6 @@ class ThreadState(threading.local):
         self.explicit = False
         self.open: list[Scope] = []
         self.traced: list[Any] = []
-        self.rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.session: SessionEnd | None = None
         self.before: Saved | None = None
         self.cache = WeightCache(self.open)

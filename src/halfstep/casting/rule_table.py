@@ -15,14 +15,12 @@ from ..core.oplists.names import dispatcher_spellings, spellings
 from ..core.oplists.tables import NATIVE, Op, row_of
 from . import rules
 from .composites import composite_rule, is_composite_of
-from .dispatch import ByNumbers, Rule, method_name
-from .finite import finite_rule
+from .dispatch import Rule, method_name
+from .finite import ATTENTION, FILLS, finite_fill, finite_mask, finite_number
 from .logits import from_logits, remember_logits
 from .meeting import refused_rule
 
 __all__ = ["build_table"]
-
-_ASSIGNMENT = Op("__setitem__", numbers="number")
 
 
 @functools.lru_cache(maxsize=64)
@@ -34,7 +32,7 @@ def build_table(
     verbose: bool,
     explicit: bool,
     recorded: bool,
-) -> dict[Callable[..., Any] | str, Rule | ByNumbers]:
+) -> dict[Callable[..., Any] | str, Rule]:
     """The rule of each callable of torch under some lists; callables to leave alone are not in it.
 
     Methods that ``torch.Tensor`` has in Python are in it under their names too (``method_name``), and ops called as
@@ -68,16 +66,21 @@ def build_table(
             return rule
         return rules.bind(rules.emulated, name, op.kind, op.list, rule)
 
-    bare, casts = lists is None or lists.level == "none", lists is not None or meets
-    table: dict[Callable[..., Any] | str, Rule | ByNumbers] = {}
+    casts = lists is not None or meets
+    table: dict[Callable[..., Any] | str, Rule] = {}
     for func, (name, inplace) in spellings().items():
         # 2 / x is written as x.reciprocal() * 2, and native autocast runs reciprocal in fp32 on CUDA.
-        rule: Any = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
+        rule = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
+        if rule is not None and name == ATTENTION and row(name).list != "float":
+            rule = rules.bind(finite_mask, lists is not None, rule)
         known = ("none", "one") if recorded else ("wrong", "one")  # eagerly torch says itself that it has no kernel
-        asked = meets and row(name).reason != "custom" and (bare or (recorded and rule is None and not inplace))
-        if asked and (row(name).kernels in known or (recorded and bare)):
+        asked = meets and (lists is None or (recorded and rule is None and not inplace))
+        if asked and (row(name).kernels in known or (recorded and lists is None)):
             rule = refused_rule(name, inplace, rule)
-        rule = finite_rule(row(name), inplace, rule, recorded) if casts else rule
+        if casts and name in FILLS and inplace:
+            rule = rules.bind(finite_fill, rule or rules.match_self)
+        elif casts and name in ("where", *FILLS) and name != "fill":
+            rule = rules.bind(finite_number, rule)
         if name == "sigmoid" and rule is None and casts and not (inplace or recorded):
             rule = remember_logits
         if func is F.binary_cross_entropy and rule is not None:
@@ -86,7 +89,7 @@ def build_table(
             rule = rules.bind(rules.dense_only, name, rule)
         if rule is not None:
             table[func] = rule
-    if not bare or (meets and recorded):
+    if lists is not None or (meets and recorded):
         table |= {func: rules.bind(rules.dense_only, name, None) for func, name in rules.SPARSE_PRODUCTS.items()}
     cast = frozenset(name for func, (name, _) in spellings().items() if func in table)
     for func in spellings():
@@ -94,11 +97,10 @@ def build_table(
             table[func] = composite_rule(func)
     for name, (canonical, inplace) in dispatcher_spellings().items():
         rule = rule_of(canonical, inplace, canonical)
-        rule = finite_rule(row(canonical), inplace, rule, recorded) if casts else rule
         if rule is not None:
             table[name] = rule
     if casts:
-        table[torch.Tensor.__setitem__] = finite_rule(_ASSIGNMENT, True, rules.match_self, recorded)
+        table[torch.Tensor.__setitem__] = rules.bind(finite_fill, rules.match_self)
     table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
     table[torch.Tensor.unflatten] = rules.unflatten
     table |= {method: rule for func, rule in table.items() if callable(func) and (method := method_name(func))}
@@ -109,9 +111,8 @@ def _cast_rule(
     op: Op, inplace: bool, natively: set[str], lists: OpLists | None, explicit: bool, verbose: bool
 ) -> Rule | None:
     """The rule that casts an op as its row says, given the rules of native autocast; None if nothing is to do."""
-    level = lists.level if lists is not None else "none"
-    if level in ("native", "none") and op.reason != "custom":
-        return rules.without_native if explicit and level == "none" and natively != {"free"} else None
+    if lists is None or lists.level == "native":
+        return rules.without_native if explicit and lists is None and natively != {"free"} else None
     if explicit and natively != {"free"}:
         natively |= {"half", "float"}  # it must be off, whatever the op is
     name, read = op.name, read_in(op, inplace)
@@ -120,7 +121,7 @@ def _cast_rule(
             return rules.bind(rules.float_inplace, name)
         return rules.match_self if read == FIRST and op.list != "free" else None
     if read == HALF:
-        if natively == {"half"} and not verbose and level != "none":
+        if natively == {"half"} and not verbose:
             return rules.half_native
         return rules.bind(rules.to_half, name, native_off=bool(natively & {"float", "banned"}))
     if op.list == "banned":

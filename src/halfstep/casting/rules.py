@@ -86,14 +86,14 @@ def bind(rule: Callable[..., Any], *details: Any, native_off: bool = False) -> R
 
 
 def _uncast(mode: CastMode, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return without_native(mode, func, args, kwargs)
+    return _call_without_native(mode, func, args, kwargs)
 
 
-def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call an op with native autocast off on every device: it would cast the op, and our lists do not, or otherwise."""
+def _call_without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call with native autocast off on every device."""
     on = mode.native_on()
     if _is_dynamo_compiling():
-        return _without_native_compiled(on, func, args, kwargs)
+        return _call_without_native_compiled(on, func, args, kwargs)
     for device in on:
         torch.set_autocast_enabled(device, False)
     try:
@@ -103,11 +103,16 @@ def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: 
             torch.set_autocast_enabled(device, True)
 
 
-def _without_native_compiled(on: list[str], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _call_without_native_compiled(on: list[str], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if not on:
         return func(*args, **kwargs)
     with torch.autocast(on[0], enabled=False):
-        return _without_native_compiled(on[1:], func, args, kwargs)
+        return _call_without_native_compiled(on[1:], func, args, kwargs)
+
+
+def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """An op that native autocast would cast and that our lists leave alone."""
+    return _call_without_native(mode, func, args, kwargs) if mode.native_on() else func(*args, **kwargs)
 
 
 # ---- casts
@@ -155,7 +160,13 @@ def _log_cast(name: str, source: torch.dtype, target: torch.dtype) -> None:
 
 
 def _call_in(
-    target: torch.dtype | None, name: str, mode: CastMode, func: Any, args: Any, kwargs: Any, cache: Any = None
+    target: torch.dtype | None,
+    name: str,
+    mode: CastMode,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    cache: WeightCache | None = None,
 ) -> Any:
     """Call with the arguments in one dtype; see ``_cast``."""
     if kwargs:
@@ -204,13 +215,20 @@ def half_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dic
     """An op that native autocast lowers by itself: only its weights are ours, from the cache."""
     if mode.cache is None or _is_compiling() or (kwargs and kwargs.get("out") is not None):
         return func(*args, **kwargs)
-    w, t = mode.weight, torch.Tensor  # asks as _is_weight does, without a call for each argument
-    args = [w(a) if type(a) is Parameter or (isinstance(a, t) and a.requires_grad and a.is_leaf) else a for a in args]
-    return func(*args, **{key: w(a) if _is_weight(a) else a for key, a in kwargs.items()}) if kwargs else func(*args)
+    weight = mode.weight
+    args = [
+        weight(a)
+        if type(a) is Parameter or (isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf)  # as _is_weight
+        else a
+        for a in args
+    ]
+    if not kwargs:
+        return func(*args)
+    return func(*args, **{key: weight(a) if _is_weight(a) else a for key, a in kwargs.items()})
 
 
 def _is_weight(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.requires_grad or type(value) is Parameter) and value.is_leaf
+    return isinstance(value, torch.Tensor) and value.is_leaf and (value.requires_grad or type(value) is Parameter)
 
 
 def banned(name: str, hint: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -225,7 +243,9 @@ def banned(name: str, hint: str, mode: CastMode, func: Callable[..., Any], args:
 # ---- sparse matrices
 
 
-def dense_only(name: str, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any) -> Any:
+def dense_only(
+    name: str, otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
     """A product with a sparse matrix runs in fp32: there are no 16-bit kernels for its backward pass."""
     if any(isinstance(a, torch.Tensor) and a.layout in _SPARSE for a in (*args, *kwargs.values())):
         shielded = functools.partial(_uncast, mode, func)
@@ -245,14 +265,12 @@ def match_self(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict
     def match(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(target) if tensor.dtype in CASTABLE and mode.casts(tensor) else tensor
 
-    return without_native(mode, func, [args[0], *map_tensors(match, args[1:])], map_tensors(match, kwargs))
+    return _call_without_native(mode, func, [args[0], *map_tensors(match, args[1:])], map_tensors(match, kwargs))
 
 
 def float_inplace(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """An fp32 op cannot write its result into 16 bits."""
     if args and args[0].dtype in HALF_DTYPES and mode.casts(args[0]):
-        if not mode.config.enabled:  # an island, which writes to a tensor from outside
-            return match_self(mode, func, args, kwargs)
         raise UnsafeOpError(
             f"{name}_ runs in fp32 under op casting and cannot write in place into a {dtype_name(args[0].dtype)} "
             f"tensor; use the form that is not in place, x = x.{name}(...), or convert the tensor first, x.float()."
@@ -264,7 +282,14 @@ def float_inplace(name: str, mode: CastMode, func: Callable[..., Any], args: Any
 
 
 def emulated(
-    name: str, kind: str, listed: str, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any
+    name: str,
+    kind: str,
+    listed: str,
+    otherwise: Rule | None,
+    mode: CastMode,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
 ) -> Any:
     """An op in 16 bits, run in fp32 on the same numbers where the device has no units for it, or for an fp32 result.
 
@@ -289,7 +314,7 @@ def emulated(
     kwargs = dict(zip(kwargs, _rounded(mode, half, name, kwargs.values(), kept), strict=True)) if kwargs else kwargs
     call = functools.partial(func, *args, **kwargs)
     if _is_dynamo_compiling() or is_any_autocast_enabled():
-        call = functools.partial(without_native, mode, func, args, kwargs)
+        call = functools.partial(_call_without_native, mode, func, args, kwargs)
     result = run_product(call, kept, half, kind) if kept else call()
     if not isinstance(result, torch.Tensor):
         return map_tensors(lambda tensor: narrow(tensor, half) if tensor.dtype is torch.float32 else tensor, result)
@@ -362,4 +387,4 @@ def unflatten(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[
 
 def backward(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A backward pass is not cast: its ops have the dtypes that forward chose."""
-    return without_native(mode, func, args, kwargs)
+    return _call_without_native(mode, func, args, kwargs)

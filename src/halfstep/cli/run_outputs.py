@@ -28,7 +28,7 @@ class Outputs:
     Attributes:
         report: the file for a page on every step.
         numerics: the file for the statistics of tensors.
-        every: the distance of two steps that ``numerics`` samples; None for the first 20, and every 100th.
+        every: the distance of two steps that ``numerics`` samples; None for 100.
     """
 
     report: Path | None = None
@@ -66,7 +66,7 @@ class Outputs:
             if self.numerics is not None:
                 from .run_numerics import monitored
 
-                stack.enter_context(monitored(self.numerics, self.every, script, shlex.join(command_line)))
+                stack.enter_context(monitored(self.numerics, self.every or 100, script, shlex.join(command_line)))
             yield
 
 
@@ -79,22 +79,22 @@ def _is_first() -> bool:
 def _telling_skips() -> Iterator[None]:
     """Print the number of skipped steps at the end, if there were any."""
     from ..core.text import counted
-    from ..stepping.attached import creation_callbacks, skipped_steps
+    from ..stepping.attached import creation_callbacks
 
     made = []
 
     def note(attached: AttachedOptimizer) -> None:
-        if not attached.window.delegates_to_outer:
-            made.append(attached.counts)  # without a reference to the optimizer
+        made.append((attached.stepping, attached.window.ranks))  # without a reference to the optimizer
 
     creation_callbacks.append(note)
     try:
         yield
     finally:
         creation_callbacks.remove(note)
-        skipped = sum(map(skipped_steps, made))
+        known = [stepping for stepping, ranks in made if not ranks.delegates_to_outer]
+        skipped = sum(stepping.skipped for stepping in known)
         if skipped and _is_first():
-            steps = counted(sum(counts["calls"] for counts in made), "step")
+            steps = counted(sum(stepping.calls for stepping in known), "step")
             were = "was" if skipped == 1 else "were"
             click.echo(f"halfstep: {skipped:,} of {steps} {were} skipped for an overflow.", err=True)
 

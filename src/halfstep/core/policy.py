@@ -62,7 +62,7 @@ class Policy:
         compute_dtype: with ``op_lists``, the 16-bit dtype of the ops on the half list; without them, the dtype of
             floating inputs of the model; ``None`` casts nothing.
         output_dtype: the dtype of floating outputs of the model; ``None`` does not cast them.
-        op_lists: the precision of each op; ``None`` casts no ops. With 16-bit weights, of level ``"none"``.
+        op_lists: the precision of each op; ``None`` casts no ops.
         keep_batchnorm_fp32: keep BatchNorm parameters and statistics in fp32 when the rest is cast.
         master_weights: update fp32 copies of 16-bit weights.
         loss_scale: a number, ``"dynamic"``, or a ``StaticLossScale`` or ``DynamicLossScale``.
@@ -82,11 +82,6 @@ class Policy:
     loss_scale: LossScaleSpec = 1.0
     cast_ops: bool | None = None
     state_dtype: StateForm = None
-
-    @property
-    def casts_ops(self) -> bool:
-        """True if ops are cast by lists and the weights stay as they are; with 16-bit weights ops meet."""
-        return self.op_lists is not None and self.param_dtype not in HALF_DTYPES
 
     @classmethod
     def from_level(cls, level: str, dtype: torch.dtype | str = torch.float16) -> Policy:
@@ -192,8 +187,8 @@ def _contradiction(policy: Policy) -> str | None:
     param_dtype = f"param_dtype={dtype_name(params) if params else None}"
     compute_dtype = f"compute_dtype={dtype_name(compute) if compute else None}"
     if policy.op_lists is not None:
-        if params in HALF_DTYPES and (policy.cast_ops is False or (compute, policy.op_lists.level) != (params, "none")):
-            return f"op_lists with {param_dtype} need that compute_dtype, no cast_ops=False, and the level 'none'"
+        if params in HALF_DTYPES:
+            return f"op_lists cast around operations and leave the weights fp32, and {param_dtype} casts them"
         if compute not in HALF_DTYPES:
             return f"op_lists need a 16-bit compute_dtype to cast ops to, and it has {compute_dtype}"
     elif compute is not None and compute is not params and (params is not None or compute in HALF_DTYPES):

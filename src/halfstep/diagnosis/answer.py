@@ -18,7 +18,7 @@ _MOST_LINES = 12
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The fault of a training: what is wrong with a training, where it begins and what to do. Print it.
+    """The fault of a training: what is wrong, where it begins and what to do. Print it.
 
     Attributes:
         findings: the findings, the likely cause first; notes are last.
@@ -36,10 +36,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         wrong = [each for each in self.findings if each.severity != "note"]
-        found, skipped = counted(len(wrong), "problem") if wrong else "nothing found", f", {self.skipped} skipped"
-        text = [
-            f"halfstep.diagnose: {found} in {counted(self.steps, 'step')}{skipped * bool(self.skipped)}{self.about}"
-        ]
+        text = [self._first_line(counted(len(wrong), "problem") if wrong else "nothing found")]
         left = list(self.findings)
         while left:
             more = str(left[0]).splitlines()
@@ -50,6 +47,10 @@ class Diagnosis:
         if left:
             text.append(f"and {', '.join(f'{each.code} {each.severity}' for each in left)}: see findings"[:110])
         return "\n".join(text)
+
+    def _first_line(self, found: str) -> str:
+        skipped = f", of which {self.skipped} were skipped" if self.skipped else ""
+        return f"halfstep.diagnose: {found} in {counted(self.steps, 'step')}{skipped}{self.about}"
 
     def report(self, path: str | Path, command: str | None = None) -> None:
         """Write one self-contained HTML page with the findings and the losses.

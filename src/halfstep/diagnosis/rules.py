@@ -1,4 +1,4 @@
-"""Rules about the observed steps that no other tool has: batches, random numbers, ranks, and who unscales gradients.
+"""Findings in the observed steps that no other tool looks for: batches, random numbers, ranks, who unscales gradients.
 
 Each rule yields findings. HS122 to HS126 are codes of ``diagnose`` only.
 """

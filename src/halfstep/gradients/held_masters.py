@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from ..core.dtypes import is_half
 from ..core.errors import UsageError
 from ..core.torch_compat import DisableTorchFunction, StorageWeakRef, storage_of, subclass_over, tree_map_only
 from ..kernels.shards import is_sharded, local, rewrapped
@@ -39,14 +40,18 @@ class MasterParameter(torch.nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient of the weight, in fp32 from here on: it is the same tensor."""
-        widen([self.weight])
-        return get_grads([self.weight])[0]
+        """The gradient of the weight, in fp32 from here on."""
+        (grad,) = get_grads([self.weight])
+        if grad is not None and is_half(grad):
+            widen([self.weight])
+            (grad,) = get_grads([self.weight])
+        return grad
 
     @grad.setter
     def grad(self, grad: torch.Tensor | None) -> None:
-        self.weight.grad = None
-        if grad is not None:
+        if grad is None:
+            self.weight.grad = None
+        else:
             set_grads([self.weight], [grad])
 
     def _ordinary(self) -> torch.nn.Parameter:
@@ -59,7 +64,9 @@ class MasterParameter(torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """An ordinary fp32 parameter."""
-        return memo.setdefault(id(self), self._ordinary())  # type: ignore[no-any-return]
+        if id(self) not in memo:
+            memo[id(self)] = self._ordinary()
+        return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as an ordinary fp32 parameter."""
@@ -241,13 +248,15 @@ def settle(weight: torch.Tensor | None = None, *, refresh: bool = True) -> None:
 def master_of(param: torch.Tensor) -> torch.Tensor | None:
     """The fp32 value of a parameter's master; None if it has none."""
     settle(param)
-    return None if (master := find_master(param)) is None else master.read().detach()
+    master = find_master(param)
+    return None if master is None else master.read().detach()
 
 
 def write_master(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
     """Set the master of a parameter. Returns what to write to the parameter itself; None if it has no master."""
     settle(param)
-    return None if (master := find_master(param)) is None else master.write(value)
+    master = find_master(param)
+    return None if master is None else master.write(value)
 
 
 def _fp32_like(weight: torch.Tensor, master: Master | None) -> torch.Tensor:

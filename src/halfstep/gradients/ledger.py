@@ -12,20 +12,16 @@
 - **none**: ``p.grad`` is None.
 - **scaled**: brought by backward passes and multiplied by the loss scale. So it is inside of a ``scale_loss`` block,
   and until a ``GradScaler`` unscales.
-- **ready**: what the step will use. The gradient of a 16-bit parameter with a master is fp32 then, with one exception:
-  what one pass in a block has computed in bfloat16, without a loss scale, is fp32 already in all but its bytes, so it
-  stays as it is (``Slot.narrow``). Whatever adds to it, clips it or reads it as the gradient of a master makes it fp32
-  before.
+- **ready**: what the step will use. The gradient of a 16-bit parameter with a master is fp32 then, so that a user may
+  take its norm and clip it: in 16 bits torch's ``clip_grad_norm_`` rounds the norm, and overflows in float16. It may
+  stay in 16 bits (``narrow``) where the user has said that nobody clips by hand.
 - **saved**: set aside while a block is open, so that the pass in the block brings only its own gradient.
 
 The dtype in which autograd delivers a gradient is ``p.grad_dtype``. It is fp32 for a parameter with a master, so that
 plain backward passes add up in fp32. In a block that scales it is whatever the pass computes, because the gradient is
-unscaled afterwards. So it is in a block without a scale, for parameters that the pass uses in one place (``uses``).
-Under DistributedDataParallel and FSDP2 it is the parameter's own dtype, because their buckets take nothing else. A
-block sets it when it begins and when it ends, and a wrapper at the beginning of each backward pass (``ddp_hook``), so
-these passes do not depend on how gradients were cleared before. A plain pass does after a block that has left
-gradients in bfloat16, because torch changes no ``grad_dtype`` beside a gradient: until ``optimizer.zero_grad`` or the
-next block it brings bfloat16, and adds in bfloat16 to what is there.
+unscaled afterwards. Under DistributedDataParallel and FSDP2 it is the parameter's own dtype, because their buckets
+take nothing else. A block sets it when it begins and when it ends, and a wrapper at the beginning of each backward pass
+(``ddp_hook``), so no pass depends on how gradients were cleared before it.
 
 Before torch 2.13 there is no ``Tensor.grad_dtype``, and the gradient of a 16-bit parameter cannot be fp32. There the
 fp32 gradient is kept beside ``p.grad``, which is its rounded image. If a user changes the image, for example by
@@ -36,22 +32,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..core.dtypes import HALF_DTYPES
+from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.torch_compat import HAS_GRAD_DTYPE, is_view
 from ..kernels import multi_tensor
+from ..kernels.multi_tensor import TensorGroupsCache
 from ..kernels.shards import local
 from .table import OptimizerTable, Slot, record_of, reduced_params
 from .unscale import Unscaler, reciprocal, widened
-from .uses import used_once
 
 __all__ = ["Gradients", "get_grads", "set_grads", "widen"]
-
-
-_Picks = Callable[[list[Slot]], list[Slot]]
 
 
 class _Image(NamedTuple):
@@ -78,12 +71,14 @@ def set_grads(params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor]) -> 
     params = list(params)
     reduced = set(map(id, reduced_params(params)))
     for param, grad in zip(params, grads, strict=True):
-        if HAS_GRAD_DTYPE and param.grad_dtype is not grad.dtype:
-            param.grad = None
-            # Wrappers and shards take gradients of the parameter's dtype alone, and set it when a pass begins. For any
-            # other parameter later passes deliver the dtype that is there now, however gradients are cleared.
-            param.grad_dtype = None if id(param) in reduced else grad.dtype
-        if HAS_GRAD_DTYPE or grad.dtype is param.dtype:
+        if HAS_GRAD_DTYPE:
+            if param.grad_dtype is not grad.dtype:
+                param.grad = None
+                # Wrappers and shards take gradients of the parameter's dtype alone, and set it when a pass begins. For
+                # any other parameter later passes deliver the dtype that is there now, however gradients are cleared.
+                param.grad_dtype = None if id(param) in reduced else grad.dtype
+            param.grad = grad
+        elif grad.dtype is param.dtype:
             param.grad = grad
         else:
             param.grad = narrow = grad.to(param.dtype)
@@ -92,9 +87,9 @@ def set_grads(params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor]) -> 
 
 @torch.no_grad()
 def widen(params: Sequence[torch.Tensor]) -> None:
-    """Make 16-bit gradients of these parameters fp32, one after the other: the memory of each is freed at once."""
+    """Make 16-bit gradients of these parameters fp32."""
     half = [p for p, g in zip(params, get_grads(params), strict=True) if g is not None and g.dtype in HALF_DTYPES]
-    set_grads(half, (p.grad.float() for p in half))  # type: ignore[union-attr]
+    set_grads(half, [p.grad.float() for p in half])  # type: ignore[union-attr]
 
 
 class Gradients:
@@ -102,25 +97,31 @@ class Gradients:
 
     Args:
         table: the parameters.
+        narrow: True if a gradient that is to be fp32 may stay in 16 bits until the step when it is neither scaled nor
+            added to another.
 
     Attributes:
-        table: as given.
+        table, narrow: as given.
         has_saved: True if gradients were set aside when the open block was opened.
     """
 
-    def __init__(self, table: OptimizerTable) -> None:
+    def __init__(self, table: OptimizerTable, *, narrow: bool = False) -> None:
         self.table = table
+        self.narrow = narrow
         self._rows: list[Slot] = []  # what this optimizer has taken for the open pass
         self._generation = -1  # of the table then; -1 while no pass is open
         self._ready_for = -1  # the generation in which plain passes deliver what they should; -1 while they may not
         self.has_saved = False
         self._pending: list[Slot] = []  # had no gradient in their place when the block was opened
         self._unscaler = Unscaler()
+        self._clipper = Unscaler()
+        self._checker = Unscaler()
+        self._groups = TensorGroupsCache()
 
     # ---- around a backward pass
 
     def begin(
-        self, scale: torch.Tensor | None, block: Any, in_place: _Picks | None = None, loss: torch.Tensor | None = None
+        self, scale: torch.Tensor | None, block: object, in_place: Callable[[list[Slot]], list[Slot]] | None = None
     ) -> None:
         """Set aside the present gradients, so that a pass scaled by ``scale`` brings only its own.
 
@@ -132,7 +133,6 @@ class Gradients:
             block: the block that is opened; not kept alive.
             in_place: picks the rows whose gradients stay in place, multiplied by ``scale``, because they are averaged
                 there with what the pass brings; None if there are none.
-            loss: what the pass begins from, if that is known.
         """
         self._rows = [s for s in self.table.slots if s.grad.block is None or s.grad.block() is None]
         self._generation, self._ready_for = self.table.generation, -1
@@ -142,14 +142,11 @@ class Gradients:
         if scale is None and not self.table.fp32_grads:
             self._pending, self.has_saved = [], False
             return
-        if scale is None and loss is not None and None in [slot.narrow for slot in self._rows]:
-            self.table.find_narrow(used_once(loss))
         there = [slot for slot in self._rows if slot.param.grad is not None]
         if there and in_place is not None:
             staying = in_place(there)
             if scale is not None:
                 self.multiply([slot.param for slot in staying], scale)
-            widen([slot.param for slot in staying if slot.narrow])
             stays = set(map(id, staying))
             there = [slot for slot in there if id(slot) not in stays]
         self.has_saved = bool(there)
@@ -163,23 +160,25 @@ class Gradients:
         self._pending = [s for s in self._rows if s.param.grad is None or s.grad.saved is not None]
         for slot in there:
             slot.param.grad = None
-        self.expect(self._pending, block=True, scaled=scale is not None)
+        self.expect(self._pending, as_computed=scale is not None or self.narrow)
 
-    def expect(self, slots: Iterable[Slot] | None = None, *, block: bool = False, scaled: bool = False) -> None:
+    def expect(self, slots: Iterable[Slot] | None = None, *, as_computed: bool = False) -> None:
         """Choose the dtype in which the next pass delivers gradients to the parameters that have none.
 
         Args:
             slots: rows of the table; None for all.
-            block: True if the pass has a block. The dtype of some gradients is left to the pass then.
-            scaled: True if the gradients become fp32 when the block ends, so that the dtype of all is left to the pass.
+            as_computed: leave it to the pass, because the gradients become fp32, or are used up, before user code can
+                see them.
         """
         if not HAS_GRAD_DTYPE or not self.table.fp32_grads:
             return
+        dtype = None if as_computed else torch.float32
         for slot in self.table.slots if slots is None else slots:
             param = slot.param
             if param.grad is None:
-                dtype = None if scaled or (block and slot.narrow) else torch.float32
-                param.grad_dtype = dtype if slot.fp32 and not slot.reduced else param.dtype
+                chosen = dtype if slot.fp32 and not slot.reduced else param.dtype
+                if param.grad_dtype is not chosen:
+                    param.grad_dtype = chosen
 
     @torch.no_grad()
     def multiply(self, params: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
@@ -226,11 +225,10 @@ class Gradients:
             self._rows += [s for s in left if s.grad.block is None or s.grad.block() is None]
         rows = self._rows
         inv_scale = None if scale is None else reciprocal(scale)
+        narrow: list[Slot] = []
         saved = bool([None for slot in rows if slot.grad.saved is not None])
-        narrow = [s for s in rows if s.fp32 and (g := s.param.grad) is not None and g.dtype in HALF_DTYPES]
-        if narrow and inv_scale is None:
-            # Duplicates of an index in a sparse gradient are yet to be added up.
-            narrow = [s for s in narrow if not s.narrow or s.grad.saved is not None or s.param.grad.is_sparse]  # type: ignore[union-attr]
+        if self.table.fp32_grads and (inv_scale is not None or saved or not self.narrow):
+            narrow = [s for s in rows if s.fp32 and (g := s.param.grad) is not None and g.dtype in HALF_DTYPES]
         if narrow:
             self._unscale_into(narrow, rows, inv_scale, found_inf)
         elif inv_scale is not None:
@@ -239,7 +237,7 @@ class Gradients:
             self._add_saved(rows)
         if without := [slot for slot in self._pending if slot.param.grad is None]:
             self.expect(without)
-        if self._pending and not self.table.reduces:
+        if self._pending and not (self.narrow or self.table.reduces):
             self._ready_for = self.table.generation
         for slot in rows:
             slot.grad.saved = slot.grad.block = None
@@ -257,35 +255,38 @@ class Gradients:
             inv_scale: 0-dim float32 tensor; None if the gradients are not scaled.
             found_inf: as in ``finish``.
         """
-        again: list[Slot] = []
         first: dict[int, torch.Tensor] = {}
+        again: list[Slot] = []
         for slot in narrow:
-            if slot.param.grad.is_sparse:  # type: ignore[union-attr]
+            param, saved = slot.param, slot.grad.saved
+            if param.grad.is_sparse:  # type: ignore[union-attr]
                 # Coalesced in fp32, where duplicates of an index cannot overflow.
-                set_grads([slot.param], [slot.param.grad.float().coalesce()])  # type: ignore[union-attr]
-            elif slot.grad.saved is not None and not slot.grad.saved.is_sparse:
+                set_grads([param], [param.grad.float().coalesce()])  # type: ignore[union-attr]
+            elif saved is not None and not saved.is_sparse:
                 again.append(slot)
-            else:
-                first[id(slot.param)] = slot.param
+            elif inv_scale is not None or not self.narrow:
+                first[id(param)] = param
         if again:
             owners = [slot.param for slot in again]
             grads: list[torch.Tensor] = [param.grad for param in owners]  # type: ignore[misc]
             sums = [slot.grad.saved.float() for slot in again]  # type: ignore[union-attr]
-            groups = self._unscaler.get("again", owners, grads, sums)
+            groups = self._groups.get("again", owners, grads, sums)
             multi_tensor.unscale_into(grads, sums, inv_scale, found_inf, accumulate=True, groups=groups)
             for slot, total in zip(again, sums, strict=True):
                 slot.grad.saved = None
                 set_grads([slot.param], [total])
-        done = set(map(id, again))
-        left = narrow if inv_scale is None else rows
-        params = [s.param for s in left if s.param.grad is not None and id(s) not in done]
+        if inv_scale is None:
+            params = list(first.values())
+        else:
+            done = set(map(id, again))
+            params = [s.param for s in rows if s.param.grad is not None and id(s) not in done]
         if params:
             grads = self._unscaler.gather(params)
             targets = [
                 torch.empty_like(grad, dtype=torch.float32) if id(param) in first else grad
                 for param, grad in zip(params, grads, strict=True)
             ]
-            groups = self._unscaler.get("first", params, grads, targets)
+            groups = self._groups.get("first", params, grads, targets)
             multi_tensor.unscale_into(grads, targets, inv_scale, found_inf, accumulate=False, groups=groups)
             set_grads(first.values(), [t for param, t in zip(params, targets, strict=True) if id(param) in first])
 
@@ -314,11 +315,11 @@ class Gradients:
         Returns:
             0-dim float32 tensor, 1.0 if one does; None if there are no gradients.
         """
-        grads = self._unscaler.gather(self.table.params)
+        grads = self._checker.gather(self.table.params)
         if not grads:
             return None
         found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device)
-        self._unscaler.unscale(grads, torch.ones_like(found_inf), found_inf, groups_of="check")
+        self._checker.unscale(grads, torch.ones_like(found_inf), found_inf)
         for grad in map(local, grads):
             grad.masked_fill_((found_inf != 0).to(grad.device, non_blocking=True), 0.0)
         return found_inf
@@ -329,20 +330,18 @@ class Gradients:
         Returns:
             True if unscaling is left to the step, which does it in fp32.
         """
-        grads = self._unscaler.gather(self.table.params)
+        params = self.table.params
+        if step_checks and any(p.grad is not None and is_half(p.grad) for p in params):
+            return True
+        grads = self._unscaler.gather(params)
         left = any(grad.dtype in HALF_DTYPES for grad in grads)
-        if not (left and step_checks):
-            self._unscaler.unscale(grads, torch.ones_like(scale) if left else reciprocal(scale), found_inf)
+        self._unscaler.unscale(grads, torch.ones_like(scale) if left else reciprocal(scale), found_inf)
         return left
-
-    def widen(self) -> None:
-        """Make the gradients fp32 that are to be read in fp32."""
-        widen([slot.param for slot in self.table.slots if slot.fp32])
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip unscaled gradients to a total norm; see ``Unscaler.clip``."""
-        self.widen()
-        return self._unscaler.clip(self.table.params, max_norm, norm_type)
+        widen([slot.param for slot in self.table.slots if slot.fp32])
+        return self._clipper.clip(self.table.params, max_norm, norm_type)
 
     def unscale_and_clip(
         self, params: Sequence[torch.Tensor], scale: torch.Tensor, found_inf: torch.Tensor, max_norm: float
@@ -350,24 +349,14 @@ class Gradients:
         """Unscale and clip to a 2-norm, with one read of the gradients. Returns the norm before clipping."""
         return self._unscaler.unscale_and_clip(self._unscaler.gather(params), reciprocal(scale), found_inf, max_norm)
 
-    def clear(self, *, cleared: bool = True) -> None:
-        """Prepare for passes that have no block of this optimizer: they bring fp32, and add up in fp32.
-
-        Args:
-            cleared: True if the gradients were set to None or zero just now, perhaps inside of an open block.
-        """
-        if cleared:
-            for slot in self._rows:
-                slot.grad.saved = None
-            self._pending = []
-        narrow = [slot.param for slot in self.table.slots if slot.narrow]
-        if [param for param in narrow if param.grad is not None]:
-            widen(narrow)
-        for param in narrow if HAS_GRAD_DTYPE else ():
-            param.grad_dtype = torch.float32
+    def clear(self) -> None:
+        """Called after the gradients were set to None or zero, perhaps inside of an open block."""
+        for slot in self._rows:
+            slot.grad.saved = None
+        self._pending = []
         if self._ready_for == self.table.generation or not self.table.fp32_grads:
             return
-        for slot in self.table.slots if cleared else ():
+        for slot in self.table.slots:
             grad = slot.param.grad
             if slot.fp32 and slot.reduced and grad is not None and grad.dtype is not slot.param.dtype:
                 # A wrapper takes only gradients of the parameter's dtype, also if they are zeros.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any, Protocol
@@ -88,7 +88,10 @@ _RECORDS: MutableMapping[torch.Tensor, GradRecord] = WeakIdKeyDictionary()
 
 def record_of(param: torch.Tensor) -> GradRecord:
     """The record of a parameter's gradient; it lives as long as the parameter."""
-    return _RECORDS.get(param) or _RECORDS.setdefault(param, GradRecord())
+    found = _RECORDS.get(param)
+    if found is None:
+        found = _RECORDS[param] = GradRecord()
+    return found
 
 
 class Master:
@@ -141,8 +144,6 @@ class Slot:
         group: the place of its group in ``param_groups``.
         grad: the record of its gradient.
         fp32: True if its gradient is to be fp32 although backward passes compute it in 16 bits.
-        narrow: True if the gradient of a pass in a block stays in the bfloat16 that the pass computes it in, unless a
-            loss scale or an earlier gradient makes it fp32. None until ``find_narrow`` has found it.
         reduced: True if ranks reduce its gradient, in a wrapper's bucket or because it is sharded. Buckets and shards
             take gradients of the parameter's own dtype only.
         since: the generation of the table with which the parameter came to the optimizer.
@@ -155,7 +156,6 @@ class Slot:
     group: int
     grad: GradRecord
     fp32: bool = False
-    narrow: bool | None = None
     reduced: bool = False
     since: int = 0
     master: Master | None = None
@@ -173,7 +173,6 @@ class OptimizerTable:
     Attributes:
         optimizer: a weak reference to the optimizer.
         fp32_grads: True if gradients of 16-bit parameters are to be fp32, because the parameters have masters.
-        always_fp32: True if no block leaves any of them in bfloat16; see ``Slot.narrow``.
         new_master: makes the master of a 16-bit parameter that has none yet; None if it is to have none.
         slots: the rows, in the order of the groups.
         params: the parameters of the rows.
@@ -192,7 +191,6 @@ class OptimizerTable:
     generation: int = 0
     reduces: bool = False
     frozen: bool = False
-    always_fp32: bool = False
     _by_id: dict[int, Slot] = field(default_factory=dict)
     _gone: MutableMapping[torch.Tensor, Master] = field(default_factory=WeakIdKeyDictionary)
     _kinds: list[Any] = field(default_factory=list)
@@ -249,7 +247,7 @@ class OptimizerTable:
                     master = self._gone.pop(param, None)
                     slot = Slot(param, group, record_of(param), since=generation, master=master)
                 slot.group, slot.reduced = group, id(param) in reduced
-                slot.fp32, slot.narrow = self.fp32_grads and param.dtype in HALF_DTYPES, None
+                slot.fp32 = self.fp32_grads and param.dtype in HALF_DTYPES
                 if slot.master is None and self.new_master is not None and param.dtype in HALF_DTYPES:
                     slot.master = self.new_master(param)
                 slots.append(slot)
@@ -261,18 +259,6 @@ class OptimizerTable:
         self._kinds, self._wrappers, self.reduces = kinds, list(REDUCTIONS), bool(reduced)
         self.generation = generation
         return slots
-
-    def find_narrow(self, used_once: Collection[int]) -> None:
-        """Find the gradients that stay in bfloat16, for this generation.
-
-        Args:
-            used_once: identities of the parameters that a pass uses in one place. Where it uses one in several, or not
-                at all, its gradient is fp32: autograd adds up the gradients of the places in the dtype that it
-                delivers, and a sum in bfloat16 is rounded at each of them.
-        """
-        for slot in self.slots:
-            bf16 = slot.fp32 and not slot.reduced and slot.param.dtype is torch.bfloat16
-            slot.narrow = bf16 and not self.always_fp32 and id(slot.param) in used_once
 
     def find(self, param: torch.Tensor) -> Slot | None:
         """The row of a parameter; None if it has none."""

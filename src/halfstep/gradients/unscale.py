@@ -40,18 +40,22 @@ def dense_view(grad: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(values) if values.is_complex() else values
 
 
-class Unscaler(TensorGroupsCache):
+class Unscaler:
     """The unscaling of one list of parameters, which keeps the groups of their gradients between steps."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._cache = TensorGroupsCache()
         self._owners: list[torch.Tensor] = []  # the parameters of the latest ``gather`` that had gradients
 
     def gather(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of parameters of any kind as real dense views."""
         owners = list(params)
         grads = [grad for p in owners if (grad := p.grad) is not None]
-        self._owners = owners = owners if len(grads) == len(owners) else [p for p in owners if p.grad is not None]
+        if len(grads) < len(owners):
+            owners = [p for p in owners if p.grad is not None]
+        if not owners:
+            return []
+        self._owners = owners
         if [grad for grad in grads if grad.is_sparse or grad.is_complex()]:
             for i, param in enumerate(owners):
                 if grads[i].is_sparse and not grads[i].is_coalesced():
@@ -76,7 +80,7 @@ class Unscaler(TensorGroupsCache):
         grads = self.gather(params)
         if not grads:
             return torch.zeros((), dtype=torch.float32, device="cpu")
-        groups = self.get("clip", self._owners, grads)
+        groups = self._cache.get("grads", self._owners, grads)
         norm = multi_tensor.norm(grads, norm_type, groups=groups)
         multi_tensor.scale_(grads, clip_factor(norm, max_norm), groups=groups)
         return norm
@@ -98,23 +102,20 @@ class Unscaler(TensorGroupsCache):
         """
         if not grads:
             return torch.zeros_like(found_inf)
-        groups = self.get("grads", self._owners, grads)
+        groups = self._cache.get("grads", self._owners, grads)
         norm = multi_tensor.norm(grads, groups=groups).to(found_inf.device) * inv_scale
         found_inf.logical_or_(norm.isfinite().logical_not_())
         multi_tensor.scale_(grads, inv_scale * clip_factor(norm, max_norm), groups=groups)
         return norm
 
-    def unscale(
-        self, grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor, *, groups_of: str = "grads"
-    ) -> None:
+    def unscale(self, grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
         """Multiply gradients by ``inv_scale`` in place, in fp32 arithmetic.
 
         Args:
             grads: the result of the latest ``gather``.
             inv_scale: 0-dim float32 tensor on any device.
             found_inf: 0-dim float32 tensor on any device, set to 1.0 if a gradient holds inf or NaN.
-            groups_of: a name for gradients that always have the same dtypes at the same parameters.
         """
         if grads:
-            groups = self.get(groups_of, self._owners, grads)
+            groups = self._cache.get("grads", self._owners, grads)
             multi_tensor.unscale_(grads, inv_scale, found_inf, groups=groups)

@@ -14,7 +14,7 @@ from ..casting.emulation import Emulate
 from ..core.compiler_compat import codegen_of
 from ..core.dtypes import dtype_name
 from ..core.oplists import OpLists
-from ..core.oplists.dtypes import ANY, FLOAT, HALF, dtypes, needs_fp32
+from ..core.oplists.dtypes import ANY, FLOAT, HALF, dtypes
 from ..core.oplists.tables import Op, words
 from .emulated_products import canonical_name, emulate_products, op_name
 from .grouped_casts import cast_together
@@ -165,8 +165,6 @@ class _CastPass:
             return
         in_place = _in_place(name)
         op, self.rule[node] = self._row_of(node)
-        if not in_place and needs_fp32(op, self.half, *fx.map_arg((node.args, node.kwargs), _val)):
-            op, self.rule[node] = op._replace(list="float"), "numbers that 16 bits do not have"
         reads, result = dtypes(op, [self.label[source] for source in inputs], in_place)
         if in_place:
             self.rule[node] = "in place"

@@ -11,7 +11,6 @@ import torch
 from ..core.checks import check_kind, check_number
 from ..core.errors import UsageError
 from ..gradients.ledger import widen
-from ..gradients.master_registry import find_master
 from ..kernels.expr import elementwise_kernel
 from ..kernels.launch import launch
 from ..kernels.multi_tensor import group_rows
@@ -56,7 +55,11 @@ class LARC:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
+        self,
+        optimizer: torch.optim.Optimizer,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
     ) -> None:
         check_kind("LARC: optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         check_number("trust_coefficient", trust_coefficient)
@@ -122,8 +125,7 @@ class LARC:
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
-        # 16 bits would lose the weight decay.
-        widen([p for p in params if p.dtype is torch.float32 or find_master(p) is not None])
+        widen([p for p in params if p.dtype is torch.float32])  # 16 bits would lose the weight decay
         for table, domain in self._renewed(index, params, [p.grad for p in params]):
             grad_norm, param_norm = complete_sum(launch(table, larc_norms, {}), domain).sqrt()
             rate = self.trust_coefficient * param_norm / (grad_norm + param_norm * decay + self.eps)

@@ -60,7 +60,7 @@ def _on_masters(optimizers: Sequence[torch.optim.Optimizer]) -> str:
 def _named(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
     for optimizer in optimizers:
         attached = getattr(optimizer, "_amp_stash", None)
-        for ref in () if attached is None else attached.replaced.models:
+        for ref in () if attached is None else attached.window.replaced.models:
             if (model := ref()) is not None:
                 yield from model.named_parameters()
     for optimizer in optimizers:

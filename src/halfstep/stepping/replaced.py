@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from operator import gt
 from typing import NamedTuple
 
 import torch
@@ -23,18 +24,17 @@ from ..core.errors import UsageError
 from ..core.text import listed
 from ..core.torch_compat import children_of, parameters_of
 from ..kernels.shards import is_sharded
-from .backward import Subscriber, Window
 
-__all__ = ["ReplacedParameters", "Replacement", "modules_in", "registered"]
+__all__ = ["ReplacedParameters", "Replacement", "modules_in"]
 
 Ref = weakref.ref[torch.Tensor]
 
-registered = [0]
+_registered = [0]
 """Number of modules and parameters that were put into any module of the process."""
 
 
 def _count_registration(*_: object) -> None:
-    registered[0] += 1
+    _registered[0] += 1
 
 
 register_module_module_registration_hook(_count_registration)
@@ -57,7 +57,7 @@ class Replacement(NamedTuple):
     was: torch.Tensor
 
 
-class ReplacedParameters(Subscriber):
+class ReplacedParameters:
     """The replaced parameters of one optimizer's models.
 
     A parameter counts as replaced if the optimizer has it, it was in a model when the optimizer was attached, it is in
@@ -69,54 +69,58 @@ class ReplacedParameters(Subscriber):
 
     Attributes:
         models: as given.
-        seen: what the latest call of ``refuse`` was given.
-        new: parameters that came after the origin, and that no optimizer is known to have.
+        unseen: True until the first call of ``refuse_cut``.
     """
 
     def __init__(self, models: Sequence[weakref.ref[nn.Module]]) -> None:
         self.models = models
-        self.seen: object = None
-        self.new: list[Ref] = []
+        self.unseen = bool(models)
         self._origin = {(i, name): weakref.ref(p) for i, name, p in self._named()}
+        self._first = 3  # steps to look at in any case
+        self._seen: object = None  # as of the last call of `refuse`, with the parameters that had no gradient
+        self._without: list[bool] = []
+        self._new: list[Ref] = []  # came after the origin; no optimizer is known to have them
 
-    def refuse(self, optimizer: torch.optim.Optimizer, seen: object) -> None:
+    def refuse(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse to step if a replaced parameter has got a gradient, which no optimizer would use.
 
         The walk over all modules is left out unless this is one of the first steps, or a module or a parameter was
-        registered since the last step, or other parameters have gradients: one may have been replaced in a way that
-        torch's hooks do not see, and has none then.
+        registered since the last step, or the optimizer has other parameters, or one that had a gradient at the last
+        step has none: it may have been replaced in a way that torch's hooks do not see.
 
         Args:
             optimizer: that of the models.
-            seen: a value that says which step this is of the first ones, what was registered, and what has gradients.
 
         Raises:
             UsageError: if so.
         """
-        if seen != self.seen:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        seen, without = (_registered[0], [id(p) for p in params]), [p.grad is None for p in params]
+        self._first -= 1
+        if self._first >= 0 or seen != self._seen or any(map(gt, without, self._without)):
             before = {id(ref()) for ref in self._origin.values()}
-            self.new = [weakref.ref(p) for p in self._present() if id(p) not in before]
-        self.seen = seen
-        trained = {id(p) for ref in self.new if (p := ref()) is not None and p.grad is not None}
+            self._new = [weakref.ref(p) for p in self._present() if id(p) not in before]
+        self._seen, self._without = seen, without
+        trained = {id(p) for ref in self._new if (p := ref()) is not None and p.grad is not None}
         if trained and (found := [one for one in self.find(optimizer) if id(one.param) in trained]):
             raise UsageError(_message(optimizer, found))
-        self.new = [ref for ref in self.new if id(ref()) not in trained]
+        self._new = [ref for ref in self._new if id(ref()) not in trained]
 
-    def opened(self, window: Window) -> None:
+    def refuse_cut(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a first backward pass if ``fully_shard`` or ``parallelize_module`` has cut whole parameters by now.
 
-        The first step would be refused, too.
+        Args:
+            optimizer: that of the models.
 
         Raises:
             UsageError: if so.
         """
-        optimizer = window.keeper.optimizer
         cut = any(map(is_sharded, self._present())) or any(hasattr(type(m), "unshard") for m in self._modules())
         # FSDP2 puts whole parameters in the places of parts while a model runs. That is no replacement.
         found = [one for one in self.find(optimizer) if not is_sharded(one.was)] if cut else []
         if found:
             raise UsageError(_message(optimizer, found))
-        window.subscribers.remove(self)
+        self.unseen = False
 
     def find(self, optimizer: torch.optim.Optimizer) -> list[Replacement]:
         """All replaced parameters, with or without gradients. Slow."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..core.compiler_compat import compile_errors, compile_with_autograd, own_code
-from ..core.torch_compat import tensor_hooks
+from ..core.torch_compat import HAS_GRAD_DTYPE, tensor_hooks
 from ..gradients.ledger import get_grads, set_grads
 from ..kernels.shards import is_sharded
 from .signature import Signature
@@ -46,7 +46,12 @@ class CompiledPasses:
             self._fall_back("in parts", f"torch {torch.__version__} cannot put a backward pass into a graph")
 
     def backward(
-        self, batch: tuple[Any, ...], signature: Signature, params: list[torch.Tensor], scaled: Scaled, share: int
+        self,
+        batch: tuple[Any, ...],
+        signature: Signature,
+        params: list[torch.Tensor],
+        scaled: Scaled,
+        share: int,
     ) -> torch.Tensor:
         """Run the passes, and leave the gradients in the parameters as ``loss.backward()`` would.
 
@@ -128,6 +133,11 @@ def _first_line(error: Exception) -> str:
 def _add_grads(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
     """Add to parameters' gradients, as autograd does at the end of a backward pass; None adds nothing."""
     for param, present, grad in zip(params, get_grads(params), grads, strict=True):
-        if grad is not None:
-            dtype = getattr(param, "grad_dtype", None) or grad.dtype
-            set_grads([param], [grad.to(dtype) if present is None else present.add_(grad)])
+        if grad is None:
+            continue
+        if present is not None:
+            set_grads([param], [present.add_(grad)])
+        elif HAS_GRAD_DTYPE and param.grad_dtype is not None:
+            param.grad = grad.to(param.grad_dtype)
+        else:
+            set_grads([param], [grad])

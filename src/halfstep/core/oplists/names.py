@@ -16,7 +16,7 @@ from ..errors import ArgumentTypeError, ArgumentValueError
 from ..torch_compat import C_NAMESPACES, FunctionSchema, OpOverload, OpOverloadPacket, all_op_names, schemas_of_op
 from .tables import OF_TORCHVISION, OPS, paddle, pairs, row_of, words
 
-__all__ = ["Spelling", "computes", "dispatcher_spellings", "known_names", "resolve", "spellings", "takes_number"]
+__all__ = ["Spelling", "computes", "dispatcher_spellings", "known_names", "resolve", "spellings"]
 
 Spelling = tuple[str, bool]
 """The canonical name that a callable computes, and whether it writes into its first argument."""
@@ -179,13 +179,6 @@ def computes(name: str) -> bool:
     if row_of(name).result == "given" or name not in known_names() or name.startswith(_INTERNAL_PREFIXES):
         return False
     return any(_makes_values(s) for s in schemas_of_op(f"aten::{name}") if not any(a.is_out for a in s.arguments))
-
-
-@functools.cache
-def takes_number(name: str) -> bool:
-    """Whether an op computes with a Python number beside a tensor."""
-    kinds = [{str(a.type) for a in s.arguments} for s in schemas_of_op(f"aten::{name}")] if computes(name) else []
-    return any("Tensor" in found and not found.isdisjoint(("number", "Optional[number]")) for found in kinds)
 
 
 def _makes_values(schema: FunctionSchema) -> bool:

@@ -30,7 +30,6 @@ LIST_LEVELS = {
     "O1": "the half list in 16 bits, the float list in fp32, everything else in the widest dtype of its inputs",
     "O2": "as O1 with a float list of only embedding, interpolation and scatter",
     "OD": "matrix products and convolutions in 16 bits, everything else in fp32",
-    "none": "what the user has put on a list, and nothing else",
     "native": "what torch.autocast does by itself, which is not the same on the CPU and on CUDA",
 }
 
@@ -160,11 +159,11 @@ class OpLists:
         return op._replace(list=rule, reason=reason)
 
     def _listed(self, op: Op) -> tuple[str, str]:
+        if self.level == "native":
+            return "free", ""
         for name, (_, rule) in _CUSTOM.items():
             if op.name in getattr(self, name):
                 return rule, "custom"
-        if self.level in ("native", "none"):
-            return "free", ""
         if self.level == "OD" and op.reason != "matrix-unit":
             reason = op.reason if op.list == "float" else "default"
             return ("float", reason) if computes(op.name) else ("free", "")
