@@ -221,7 +221,7 @@ def set_current(
 
 
 def plan_of(casting: CastingConfig, explicit: bool, recorded: bool) -> Plan:
-    """How a mode carries out a casting: ``explicit`` and ``recorded`` as of ``build_table``."""
+    """Return the plan of a casting, made once: ``explicit`` and ``recorded`` as of ``build_table``."""
     plan = casting.plans.get((explicit, recorded))
     if plan is None:
         table, traced = (build_table(*casting.rules, explicit, each) for each in (recorded, True))

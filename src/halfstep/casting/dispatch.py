@@ -64,7 +64,7 @@ def method_name(func: Callable[..., Any]) -> str | None:
 
 
 class _Meetings(threading.local):
-    """How many ops of a thread were cast so far because torch would have refused their dtypes."""
+    """Count of the ops of a thread that were cast because torch would have refused their dtypes."""
 
     count = 0
 
@@ -89,7 +89,7 @@ class SessionEnd(Protocol):
 
 
 class Plan(NamedTuple):
-    """How a mode carries out a casting: this follows from the casting, and from what records ops at the moment.
+    """The rules by which a mode carries out a casting. They follow from the casting and from what records ops.
 
     Attributes:
         explicit: True if the tables leave nothing to native autocast, which may be on or off, for other lists.

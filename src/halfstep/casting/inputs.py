@@ -33,7 +33,7 @@ Place = tuple[tuple[Any, ...], int]
 
 
 class ModuleInputs:
-    """How the inputs of a module are cast: one inside of a model, whose inputs are activations.
+    """Casts of the inputs of a module inside of a model, whose inputs are activations.
 
     Args:
         dtype: of the weights.
@@ -64,7 +64,7 @@ class ModuleInputs:
 
 
 class ModelInputs(ModuleInputs):
-    """How the inputs of a model are cast; copies of the model share it."""
+    """Casts of the inputs of a model; copies of the model share them."""
 
     def cast(self, args: Any, kwargs: Any, training: bool | None, made: Made | None) -> tuple[Any, Any]:
         """As of any module, but that what the model writes to them is written back, and finite numbers stay finite."""

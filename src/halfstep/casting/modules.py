@@ -160,7 +160,7 @@ class ModuleHooks:
         return None if self.outputs is None else cast_tree(output, self.outputs)
 
     def _learn(self, module: nn.Module, scope: Scope, output: Any) -> None:
-        """What a pass has shown, and what it has written."""
+        """Note what a pass has shown, and write back what it has written to its inputs."""
         if self.passes is not None and (scope.watched is not None or output is None):
             self.passes.end(scope, sys.exc_info()[1] if output is None else None)
         if any(items is not None or cast._version for _, cast, items in scope.casts):

@@ -35,7 +35,7 @@ class _Product(torch.autograd.Function):
 
 
 def has_kernel(name: str, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a device has a kernel that gives the fp32 result of a call. CUDA has (torch 2.8 to 2.13).
+    """True if a device has a kernel that gives the fp32 result of a call. CUDA has (torch 2.8 to 2.13).
 
     Args:
         name: of the op.
@@ -49,7 +49,7 @@ def has_kernel(name: str, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]
 
 
 def product(name: str, *args: torch.Tensor, bias: Any = None, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    """What an op computes of 16-bit operands, in fp32. Arguments as of the op, for which there is a kernel."""
+    """Compute an op of 16-bit operands with an fp32 result. Arguments as of the op, for which there is a kernel."""
     a, b = args[_OPERANDS[name] :][:2]
     if name == "linear":
         b, bias = b.mT, args[2] if len(args) > 2 else bias

@@ -1,4 +1,4 @@
-"""What a tensor was at a moment, so that a write to it is found later, by whatever spelling."""
+"""A tensor as it was at a moment, so that a later write to it is found, however it was written."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class FusedData:
 
     @classmethod
     def of(cls, optimizer: Any, *args: Any) -> FusedData:
-        """What a new optimizer has.
+        """Return the data of a new optimizer.
 
         Args:
             optimizer: may have no parameters yet.

@@ -15,12 +15,12 @@ from .tables import Op
 __all__ = ["ANY", "FIRST", "FLOAT", "HALF", "WIDEST", "dtypes", "read_in", "refused_row"]
 
 HALF, FLOAT, WIDEST, FIRST, ANY = "half", "float", "widest", "first", "any"
-"""What the fp32 and 16-bit tensors of a call are read in: 16 bits, fp32, the widest among them, the dtype of the first,
+"""The dtypes in which a call reads its fp32 and 16-bit tensors: 16 bits, fp32, the widest of them, that of the first,
 or as they are."""
 
 
 def read_in(op: Op, in_place: bool = False) -> str:
-    """What an op reads its fp32 and 16-bit tensors in, whichever they are.
+    """Return the dtype in which an op reads its fp32 and 16-bit tensors.
 
     Args:
         op: its row as the lists in force have it; see ``OpLists.row``.
@@ -39,7 +39,7 @@ def read_in(op: Op, in_place: bool = False) -> str:
 
 
 def dtypes(op: Op, given: Sequence[str], in_place: bool = False) -> tuple[str, str]:
-    """What the fp32 and 16-bit tensors of one call are read in, and what the result is.
+    """Return the dtype in which one call reads its fp32 and 16-bit tensors, and the dtype of its result.
 
     Args:
         op: as of ``read_in``.

@@ -25,7 +25,7 @@ def pairs(text: str) -> dict[str, str]:
 
 
 class Op(NamedTuple):
-    """What is known of one op. ``names.spellings`` has the callables that compute it.
+    """The facts about one op. ``names.spellings`` has the callables that compute it.
 
     Attributes:
         name: its canonical name, torch's own in ATen.
