@@ -1,0 +1,1 @@
+"""Find the first op at which two runs round differently."""

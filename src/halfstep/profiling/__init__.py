@@ -1,0 +1,1 @@
+"""Say why a training step is not faster."""

@@ -1,0 +1,1 @@
+"""Find the parts of a model that must stay in fp32."""
