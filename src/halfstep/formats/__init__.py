@@ -1,1 +1,7 @@
 """Number formats of eight bits and fewer (fp8, MX, NVFP4), and products whose operands are rounded to them."""
+
+from .format import Format
+from .quantize import dequantize, error, quantize
+
+__all__ = ["Format", "dequantize", "error", "quantize"]
+__dir__ = __all__.copy

@@ -1,0 +1,292 @@
+"""Tensors to and from a number format, and what they lose."""
+
+from __future__ import annotations
+
+import torch
+
+from ..core.checks import check_kind
+from ..core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
+from .elements import values
+from .format import Format
+from .reference import bits, block_scales, round_elements, tensor_scale
+
+__all__ = ["Scales", "dequantize", "error", "quantize", "round_to"]
+
+Scales = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""The scales of blocks; with e4m3 scales, a pair of them and the fp32 scale of the tensor."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantize(
+    tensor: torch.Tensor, format: Format | str, *, dim: int = -1, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, Scales]:
+    """Quantize a tensor.
+
+    Args:
+        tensor: the tensor, in fp32, bfloat16 or float16, of any shape and layout.
+        format: a ``Format``, or how one prints.
+        dim: the dimension along which blocks lie. The sides of a square lie along ``dim`` and along the last of the
+            other dimensions.
+        generator: where stochastic rounding takes its seed from; torch's default generator if ``None``.
+
+    Returns:
+        The codes and the scales. Codes have the shape of the tensor and the dtype of the element: torch's own for
+        float8 and int8 (in steps of 1/64), and one code in a byte for the shorter ones. Scales have the shape of the
+        tensor with each block as one number (none for the block "tensor"): the codes' values times the scales are the
+        numbers. With e4m3 scales they are a pair: scales of the blocks, and the fp32 scale of the tensor.
+
+    Raises:
+        ArgumentTypeError: for a dtype that is not read.
+        ArgumentValueError: for a format that does not exist, or a size that the block does not divide.
+    """
+    format = Format.parse(format)
+    _check(tensor, format, dim)
+    blocks = _blocked(tensor, format, dim).float()
+    stored, inverse, _, of_tensor = _scales(blocks, format, None)
+    rounded = _rounded(blocks, inverse, tensor, format, dim, _seed(format, generator))
+    codes = _restored(_encode(rounded, format), format, tensor.shape, dim)
+    plain = _squeezed(stored, format, dim)
+    return codes, plain if of_tensor is None else (plain, of_tensor)
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scales: Scales,
+    format: Format | str,
+    *,
+    dim: int = -1,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Compute the numbers that codes and scales stand for: fp32 products of both, rounded once to ``dtype``.
+
+    Args:
+        codes: what ``quantize`` returned first.
+        scales: what ``quantize`` returned second.
+        format: the format of both.
+        dim: the dimension along which blocks lie.
+        dtype: the dtype of the result.
+
+    Raises:
+        ArgumentTypeError: if the codes are not those of the format.
+        ArgumentValueError: for a format that does not exist, or a size that the block does not divide.
+    """
+    format = Format.parse(format)
+    if codes.dtype is not format.numbers.dtype:
+        raise ArgumentTypeError(
+            f"The codes of {format} are {format.numbers.dtype}, not {codes.dtype}; pass what quantize returned."
+        )
+    _check_sizes(codes, format, dim)
+    pair = scales if isinstance(scales, tuple) else (scales, None)
+    scale = pair[0].float() if pair[1] is None else pair[0].float() * pair[1]
+    numbers = values(format.element).to(codes.device)[codes.contiguous().view(torch.uint8).long()]
+    blocks = _blocked(numbers, format, dim)
+    return _restored(blocks * _unsqueezed(scale, format, dim), format, codes.shape, dim).to(dtype)
+
+
+def round_to(
+    tensor: torch.Tensor,
+    format: Format | str,
+    *,
+    dim: int = -1,
+    amax: torch.Tensor | float | None = None,
+    generator: torch.Generator | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Round a tensor to the numbers of a format: ``quantize`` and ``dequantize`` in one pass.
+
+    Args:
+        tensor: the tensor, in fp32, bfloat16 or float16, of any shape and layout.
+        format: a ``Format``, or how one prints.
+        dim: the dimension along which blocks lie.
+        amax: for blocks that are whole tensors, the largest magnitude that the scale allows for, in place of the one
+            in the tensor: delayed scaling. Greater numbers saturate, or overflow, as the format says.
+        generator: where stochastic rounding takes its seed from; torch's default generator if ``None``.
+        out: where to write the result: a tensor of the same shape and dtype; it may be ``tensor``.
+
+    Returns:
+        The rounded numbers in the dtype of ``tensor``; ``out`` if it was given.
+
+    Raises:
+        ArgumentTypeError: for a dtype that is not read.
+        ArgumentValueError: for a format that does not exist, a size that the block does not divide, an ``amax`` for
+            another block, or an ``out`` of another shape or dtype.
+    """
+    format = Format.parse(format)
+    _check(tensor, format, dim)
+    if amax is not None and format.block != "tensor":
+        raise ArgumentValueError(
+            f"amax= is for blocks that are whole tensors, and {format} has blocks of {format.block}; leave amax out."
+        )
+    if out is not None and (out.shape != tensor.shape or out.dtype is not tensor.dtype):
+        raise ArgumentValueError(
+            f"out= must have the shape and the dtype of the tensor, {tuple(tensor.shape)} and {tensor.dtype}, not "
+            f"{tuple(out.shape)} and {out.dtype}."
+        )
+    blocks = _blocked(tensor, format, dim).float()
+    _, inverse, scale, _ = _scales(blocks, format, amax)
+    rounded = _rounded(blocks, inverse, tensor, format, dim, _seed(format, generator))
+    result = _restored(rounded * scale, format, tensor.shape, dim).to(tensor.dtype)
+    return result if out is None else out.copy_(result)
+
+
+def error(tensor: torch.Tensor, format: Format | str, *, dim: int = -1) -> torch.Tensor:
+    """Compute the signal-to-noise ratio of every block in dB: 10 log10 of its squares over those of its errors.
+
+    Args:
+        tensor: the tensor.
+        format: a ``Format``, or how one prints.
+        dim: the dimension along which blocks lie.
+
+    Returns:
+        The ratios, in the shape of the scales; inf where a block has no error.
+
+    Raises:
+        ArgumentTypeError: for a dtype that is not read.
+        ArgumentValueError: for a format that does not exist, or a size that the block does not divide.
+    """
+    format = Format.parse(format)
+    exact = tensor.float()
+    signal, noise = exact.double(), (exact - round_to(exact, format, dim=dim)).double()
+    over = _block_dims(format, tensor.dim())
+    ratios = [_blocked(part, format, dim).square().sum(over, keepdim=True) for part in (signal, noise)]
+    decibels = torch.where(ratios[1] == 0, torch.inf, 10 * (ratios[0] / ratios[1]).log10())
+    return _squeezed(decibels, format, dim).float()
+
+
+def _check(tensor: torch.Tensor, format: Format, dim: int) -> None:
+    check_kind("tensor", tensor, torch.Tensor, "a tensor")
+    if tensor.dtype not in _DTYPES:
+        raise ArgumentTypeError(
+            f"{tensor.dtype} is not quantized; pass a tensor in float32, bfloat16 or float16: tensor.float()."
+        )
+    _check_sizes(tensor, format, dim)
+
+
+def _check_sizes(tensor: torch.Tensor, format: Format, dim: int) -> None:
+    if format.block == "tensor":
+        return
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ArgumentIndexError(f"dim={dim} is no dimension of a tensor of shape {tuple(tensor.shape)}.")
+    if (sides := format.sides) is None:
+        return
+    if tensor.dim() < 2 and sides[0] > 1:
+        raise ArgumentValueError(
+            f"Blocks of {format.block} need two dimensions, and the tensor has the shape {tuple(tensor.shape)}."
+        )
+    along = tensor.shape[dim]
+    across = tensor.movedim(dim, -1).shape[-2] if sides[0] > 1 else 0
+    for size, side in ((along, sides[1]), (across, sides[0])):
+        if size % side:
+            missing = side - size % side
+            raise ArgumentValueError(
+                f"Blocks of {format.block} along dim={dim} do not divide the shape {tuple(tensor.shape)}: {size} is no "
+                f"multiple of {side}. Pad it with {missing} zeros to {size + missing}, or choose another block or dim."
+            )
+
+
+def _blocked(tensor: torch.Tensor, format: Format, dim: int) -> torch.Tensor:
+    """View a tensor with the dimensions of a block as dimensions of their own; see ``_block_dims``."""
+    if format.block == "tensor":
+        return tensor
+    moved = tensor.movedim(dim, -1)
+    if (sides := format.sides) is None:
+        return moved
+    moved = moved.unflatten(-1, (moved.shape[-1] // sides[1], sides[1]))
+    if sides[0] > 1:
+        moved = moved.unflatten(-3, (moved.shape[-3] // sides[0], sides[0]))
+    return moved
+
+
+def _block_dims(format: Format, dims: int) -> tuple[int, ...]:
+    if format.block == "tensor":
+        return tuple(range(dims))
+    return (-1,) if format.sides is None or format.sides[0] == 1 else (-1, -3)
+
+
+def _restored(blocks: torch.Tensor, format: Format, shape: torch.Size, dim: int) -> torch.Tensor:
+    """View a blocked tensor in its shape again."""
+    if format.block == "tensor":
+        return blocks.contiguous()
+    sides = format.sides
+    if sides is not None:
+        if sides[0] > 1:
+            blocks = blocks.flatten(-4, -3)
+        blocks = blocks.flatten(-2)
+    return blocks.movedim(-1, dim).contiguous()
+
+
+def _squeezed(scales: torch.Tensor, format: Format, dim: int) -> torch.Tensor:
+    """Take the dimensions of a block out of its scales."""
+    if format.block == "tensor":
+        return scales.reshape(())
+    if (sides := format.sides) is not None:
+        scales = scales.squeeze(-1)
+        if sides[0] > 1:
+            scales = scales.squeeze(-2)
+    return scales.movedim(-1, dim).contiguous()
+
+
+def _unsqueezed(scales: torch.Tensor, format: Format, dim: int) -> torch.Tensor:
+    """Put the dimensions of a block into its scales."""
+    if format.block == "tensor":
+        return scales
+    scales = scales.movedim(dim, -1)
+    if (sides := format.sides) is not None:
+        scales = scales.unsqueeze(-1)
+        if sides[0] > 1:
+            scales = scales.unsqueeze(-3)
+    return scales
+
+
+def _largest(blocks: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
+    """Return the largest magnitudes of blocks; as integers, so that a NaN is above infinity."""
+    if blocks.numel() == 0:
+        return blocks.new_zeros([1 if d - blocks.dim() in over or d in over else n for d, n in enumerate(blocks.shape)])
+    magnitudes = bits(blocks.contiguous()) & 0x7FFFFFFF
+    return (magnitudes.amax(over, keepdim=True) if over else magnitudes).view(torch.float32)
+
+
+def _scales(
+    blocks: torch.Tensor, format: Format, amax: torch.Tensor | float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    largest = _largest(blocks, _block_dims(format, blocks.dim()))
+    if amax is not None:
+        largest = torch.as_tensor(amax, dtype=torch.float32, device=blocks.device).abs().expand_as(largest)
+    of_tensor = None
+    if format.scale == "e4m3":
+        whole = _largest(largest, tuple(range(largest.dim()))).reshape(())
+        of_tensor = tensor_scale(whole, format.numbers)
+    return *block_scales(largest.contiguous(), format, of_tensor), of_tensor
+
+
+def _seed(format: Format, generator: torch.Generator | None) -> int:
+    if format.rounding != "stochastic":
+        return 0
+    return int(torch.randint(2**31, (), generator=generator, device=generator.device if generator else "cpu"))
+
+
+def _rounded(
+    blocks: torch.Tensor, inverse: torch.Tensor, tensor: torch.Tensor, format: Format, dim: int, seed: int
+) -> torch.Tensor:
+    index = None
+    if format.rounding == "stochastic":
+        index = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
+        index = _blocked(index, format, dim)
+    return round_elements(blocks * inverse, format, index, seed)
+
+
+def _encode(rounded: torch.Tensor, format: Format) -> torch.Tensor:
+    """Return the codes of numbers of an element format."""
+    element = format.numbers
+    if element.dtype.is_floating_point:
+        return rounded.to(element.dtype)
+    finite = rounded.nan_to_num(0.0)  # the scale of its block is NaN already
+    if element.dtype is torch.int8:
+        return (finite * 64).to(torch.int8)
+    magnitude = finite.abs()
+    lowest = element.least_exponent + 127
+    above = ((bits(magnitude) >> 23) - lowest).clamp(min=0)
+    steps = torch.ldexp(magnitude, element.mantissa - element.least_exponent - above).to(torch.int32)
+    sign = rounded.signbit().int() << (element.bits - 1)
+    return (sign + (above << element.mantissa) + steps).to(torch.uint8)

@@ -1,0 +1,136 @@
+"""The arithmetic of formats in torch's own ops: what the fast back end has to give, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+
+from .elements import Element
+from .format import Format
+
+__all__ = [
+    "GREATEST_INVERSE",
+    "LEAST_BLOCK_SCALE",
+    "LEAST_TENSOR_SCALE",
+    "block_scales",
+    "round_elements",
+    "rule_addend",
+]
+
+GREATEST_INVERSE = 2.0**126
+"""The greatest factor in front of elements: the scale of a smaller block would be a subnormal number."""
+LEAST_TENSOR_SCALE = 2.0**-118
+"""The least fp32 scale of a tensor beside e4m3 scales of its blocks: the product of both inverses stays finite."""
+LEAST_BLOCK_SCALE = 2.0**-6
+"""The least e4m3 scale of a block, as in torchao: the smallest normal number."""
+
+_INF = 0x7F800000
+_FRACTION = 0x7FFFFF
+
+
+def bits(numbers: torch.Tensor) -> torch.Tensor:
+    """View fp32 numbers as integers."""
+    return numbers.view(torch.int32)
+
+
+def rule_addend(format: Format) -> int:
+    """Return the number that a scale rule adds to the bits of the largest magnitude before it reads the exponent.
+
+    One addition is each of the four rules: a carry into the exponent is the step to the next power of two.
+    """
+    element = format.numbers
+    greatest = int(bits(torch.tensor(element.greatest))) & _FRACTION
+    half = 1 << (22 - element.mantissa)
+    return {"floor": 0, "ceil": _FRACTION, "rceil": _FRACTION - greatest, "even": half}[format.scale_rule]
+
+
+def tensor_scale(largest: torch.Tensor, element: Element) -> torch.Tensor:
+    """Return the fp32 scale of a tensor with which e4m3 scales of its blocks reach 448."""
+    scale = (largest / torch.tensor(448.0 * element.greatest)).clamp(min=LEAST_TENSOR_SCALE)
+    return torch.where(largest == 0, 1.0, scale)
+
+
+def block_scales(
+    largest: torch.Tensor, format: Format, of_tensor: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the scales of blocks from the largest magnitudes in them.
+
+    Args:
+        largest: the largest magnitudes, in fp32; NaN where a block has one.
+        format: the format.
+        of_tensor: with e4m3 scales, the scale of the tensor.
+
+    Returns:
+        The scales as they are stored; the factors in front of elements; and what the rounded elements are multiplied by.
+    """
+    element = format.numbers
+    if of_tensor is not None:
+        wanted = (largest / element.greatest) / of_tensor
+        stored = wanted.clamp(LEAST_BLOCK_SCALE, 448.0).to(torch.float8_e4m3fn)
+        scale = stored.float()
+        return stored, (1.0 / of_tensor) / scale, scale * of_tensor
+    if format.scale == "fp32":
+        inverse = (element.greatest / largest).clamp(max=GREATEST_INVERSE)
+        inverse = torch.where(largest == 0, 1.0, inverse)
+        return 1.0 / inverse, inverse, 1.0 / inverse
+    exponent = ((bits(largest) + rule_addend(format)) >> 23) - element.greatest_exponent
+    infinite = largest.isinf()
+    if format.scale_rule == "rceil":
+        exponent = torch.where(infinite, 254, exponent)
+    exponent = exponent.clamp(0, 254)
+    # 2**127 times the greatest number of any other element is inf already.
+    poisoned = largest.isnan() | infinite if element.greatest_exponent == 0 else largest.isnan()
+    exponent = torch.where(poisoned, 255, exponent)
+    scale = torch.where(poisoned, torch.nan, power_of_two(exponent))
+    inverse = torch.where(poisoned, torch.nan, power_of_two(254 - exponent))
+    return exponent.to(torch.uint8).view(torch.float8_e8m0fnu), inverse, scale
+
+
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """Return fp32 powers of two by their biased exponents; that of 0 is the subnormal number 2**-127."""
+    return torch.where(exponent == 0, 1 << 22, exponent << 23).to(torch.int32).view(torch.float32)
+
+
+def random_bits(index: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return 24 random bits for every index: a hash of it and the seed."""
+
+    def times(a: torch.Tensor, b: int) -> torch.Tensor:
+        return (a * (b & 0xFFFF) + (((a * (b >> 16)) & 0xFFFF) << 16)) & 0xFFFFFFFF
+
+    h = (times(index & 0xFFFFFFFF, 0x9E3779B1) + seed) & 0xFFFFFFFF
+    h = times(h ^ (h >> 15), 0x2C1B3C6D)
+    h = times(h ^ (h >> 12), 0x297A2D39)
+    return (h ^ (h >> 15)) >> 8
+
+
+def round_elements(scaled: torch.Tensor, format: Format, index: torch.Tensor | None, seed: int) -> torch.Tensor:
+    """Round scaled fp32 numbers to numbers of the element format, each exactly once.
+
+    Args:
+        scaled: the numbers, contiguous.
+        format: the format.
+        index: for stochastic rounding, the place of each number in its tensor, as int64.
+        seed: the seed of stochastic rounding.
+    """
+    element = format.numbers
+    magnitude = scaled.abs()
+    held = magnitude.clamp(max=element.greatest) if format.saturate else magnitude.clamp(max=2.0 * element.greatest)
+    lowest = (element.least_exponent + 127) << 23
+    exponent = (bits(held) & _INF).clamp(min=lowest) - (element.mantissa << 23)
+    spacing = exponent.view(torch.float32)
+    steps = held / spacing  # exact: the spacing is a power of two
+    if format.rounding == "even":
+        steps = steps.round()
+    else:
+        whole = steps.floor()
+        rest = steps - whole
+        if index is not None:
+            up = (rest * 2**24).to(torch.int64) > random_bits(index, seed)
+        else:
+            up = rest >= 0.5
+        steps = whole + up
+    rounded = steps * spacing
+    if not format.saturate:
+        assert element.overflow is not None
+        rounded = torch.where(rounded > element.greatest, element.overflow, rounded)
+    # A NaN stays as it was: a block of NaN keeps them all.
+    return torch.where(magnitude.isnan(), scaled, rounded.copysign(scaled))
