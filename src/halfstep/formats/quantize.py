@@ -79,7 +79,8 @@ def dequantize(
     _check_sizes(codes, format, dim)
     pair = scales if isinstance(scales, tuple) else (scales, None)
     scale = pair[0].float() if pair[1] is None else pair[0].float() * pair[1]
-    numbers = values(format.element).to(codes.device)[codes.contiguous().view(torch.uint8).long()]
+    index = codes.contiguous().view(torch.uint8).long()
+    numbers: torch.Tensor = values(format.element).to(codes.device)[index]
     blocks = _blocked(numbers, format, dim)
     return _restored(blocks * _unsqueezed(scale, format, dim), format, codes.shape, dim).to(dtype)
 
@@ -189,7 +190,7 @@ def _blocked(tensor: torch.Tensor, format: Format, dim: int) -> torch.Tensor:
     """View a tensor with the dimensions of a block as dimensions of their own; see ``_block_dims``."""
     if format.block == "tensor":
         return tensor
-    moved = tensor.movedim(dim, -1)
+    moved: torch.Tensor = tensor.movedim(dim, -1)
     if (sides := format.sides) is None:
         return moved
     moved = moved.unflatten(-1, (moved.shape[-1] // sides[1], sides[1]))

@@ -60,7 +60,7 @@ def block_scales(
         of_tensor: with e4m3 scales, the scale of the tensor.
 
     Returns:
-        The scales as they are stored; the factors in front of elements; and what the rounded elements are multiplied by.
+        The scales as they are stored, the factors in front of elements, and what rounded elements are multiplied by.
     """
     element = format.numbers
     if of_tensor is not None:
@@ -123,11 +123,7 @@ def round_elements(scaled: torch.Tensor, format: Format, index: torch.Tensor | N
     else:
         whole = steps.floor()
         rest = steps - whole
-        if index is not None:
-            up = (rest * 2**24).to(torch.int64) > random_bits(index, seed)
-        else:
-            up = rest >= 0.5
-        steps = whole + up
+        steps = whole + (rest >= 0.5 if index is None else (rest * 2**24).to(torch.int64) > random_bits(index, seed))
     rounded = steps * spacing
     if not format.saturate:
         assert element.overflow is not None
