@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - its usual name
+from torch.nn import functional as F
 
 __all__ = ["FAULTS", "KINDS", "Chain", "Planted", "planted", "step"]
 
