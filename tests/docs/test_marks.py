@@ -172,10 +172,9 @@ def copied() -> set[Mark]:
     with Stage(torch.optim.AdamW).watched() as stage:
         amp.initialize(stage.model, stage.optimizer, opt_level="O2", verbosity=0)
         stage.by_scale_loss()
-        stage.model, stage.optimizer = copy.deepcopy((stage.model, stage.optimizer))
-        stage.see()
-        stage.model, stage.optimizer = read_back((stage.model, stage.optimizer), weights_only=False)
-        stage.see()
+        for copies in (copy.deepcopy, partial(read_back, weights_only=False)):
+            stage.model, stage.optimizer = copies((stage.model, stage.optimizer))
+            stage.see()
         amp.master_model(stage.model)
         list(amp.master_params(stage.optimizer))
         stage.optimizer.load_state_dict(stage.optimizer.state_dict())
@@ -276,6 +275,7 @@ def in_a_graph() -> set[Mark]:
 
 USES: list[Callable[[], set[Mark]]] = [
     *(partial(levels, *case) for case in product(KINDS, ("O0", "O1", "O2", "O3"), ("float16", "bfloat16"))),
+    partial(levels, torch.optim.SGD, "O1", "bfloat16", products="fp8_tensorwise"),
     *(partial(use, kind) for use, kind in product((scalers, decorated, fused), KINDS)),
     *(released, copied, scheduled, by_handle, by_fp16_optimizer, on_ranks, observed, in_one_call, in_a_graph),
 ]

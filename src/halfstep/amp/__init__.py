@@ -17,6 +17,7 @@ from ..core.errors import PrecisionWarning, UnsafeOpError
 from ..core.hardware import is_bfloat16_supported, is_float16_supported
 from ..core.names_above import NAMES_ABOVE
 from ..core.removed import raise_removed
+from ..formats.layers import set_products
 from ..masters.model import master_model
 from .auto_cast import auto_cast, autocast
 from .decorate import decorate
@@ -51,6 +52,7 @@ __all__ = [
     "register_half_function",
     "register_promote_function",
     "scale_loss",
+    "set_products",
     "state_dict",
     "steps_skipped",
 ]

@@ -19,6 +19,8 @@ from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.policy import Policy
 from ..core.removed import removed_arguments
 from ..core.torch_compat import InstanceNorm
+from ..formats.layers import give_products
+from ..formats.recipe import Recipe as Products
 from ..stepping.prepare import check, prepare
 from .arguments import as_models, as_optimizers, device_of, returned, typed, warn_of_slow_devices
 
@@ -46,6 +48,7 @@ def decorate(
     emulate: Emulate = "auto",
     fused: bool = True,
     cast_ops: bool | None = None,
+    products: Products | str | None = None,
 ) -> Any:
     """Cast models to 16-bit weights and give optimizers fp32 masters; call it before any parallel wrapper.
 
@@ -77,6 +80,7 @@ def decorate(
             argument of its own.
         fused: as in ``amp.initialize``.
         cast_ops: as in ``amp.initialize``, in forward passes; only at level "O2".
+        products: as in ``amp.initialize``.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -118,6 +122,7 @@ def decorate(
             f"cast_ops={cast_ops} says whether ops are cast where they meet 16-bit weights, and at O1 the weights stay "
             'fp32; leave it out, or use level="O2".'
         )
+    give_products(model_list, products)
     if level == "O2" and emulate is False:
         warn_of_slow_devices(model_list, half)
     casting = OpCasting(
@@ -185,8 +190,6 @@ def _excluded(layers: Any, models: list[nn.Module]) -> Callable[[nn.Module], boo
             raise ArgumentTypeError(
                 f"excluded_layers must be a module, a module type, or a list of them; {item!r} is neither."
             )
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, tuple(types)):
-                kept.update(map(id, module.modules()))
+    excluded = [each for model in models for each in model.modules() if isinstance(each, tuple(types))]
+    kept.update(id(part) for module in excluded for part in module.modules())
     return lambda module: id(module) in kept

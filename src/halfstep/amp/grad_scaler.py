@@ -137,7 +137,8 @@ class GradScaler(ScalerSettings):
         if not self._enabled:
             return
         self._iteration.refuse_second(optimizer)
-        self._refuse_released(optimizer, "unscale_")
+        if (release := release_of(optimizer)) is not None:
+            release.refuse_clipping("unscale_")
         self._unscale(optimizer, self._attached_to(optimizer))
 
     @eager
@@ -159,7 +160,8 @@ class GradScaler(ScalerSettings):
             ArgumentTypeError: for a ``max_norm`` that is no number.
             ArgumentValueError: if it is below 0 or NaN.
         """
-        self._refuse_released(optimizer, "clip_grad_norm_")
+        if (release := release_of(optimizer)) is not None:
+            release.refuse_clipping("clip_grad_norm_")
         check_number("max_norm", max_norm, finite=False)
         attached = self._attached_to(optimizer)
         unscaled = self._iteration.states[id(optimizer)]["stage"] is OptState.UNSCALED
@@ -258,12 +260,6 @@ class GradScaler(ScalerSettings):
             found = AttachedOptimizer(optimizer)
             self._known[optimizer] = found, inner_optimizer(optimizer) is not None
         return found
-
-    @staticmethod
-    def _refuse_released(optimizer: torch.optim.Optimizer, name: str) -> None:
-        release = release_of(optimizer)
-        if release is not None:
-            release.refuse_clipping(name)
 
     def _unscale(
         self,

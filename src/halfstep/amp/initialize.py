@@ -18,6 +18,8 @@ from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
 from ..core.removed import removed_arguments
+from ..formats.layers import give_products
+from ..formats.recipe import Recipe as Products
 from ..stepping.prepare import check, check_state_form, prepare
 from .arguments import as_models, as_optimizers, device_of, returned, typed, warn_of_slow_devices
 from .loss_scaler import LossScaler
@@ -58,6 +60,7 @@ def initialize(
     fused: bool = True,
     cast_ops: bool | None = None,
     state_dtype: StateForm | str = None,
+    products: Products | str | None = None,
 ) -> Any:
     """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
 
@@ -117,6 +120,8 @@ def initialize(
             that bfloat16 weights, masters and state of AdamW take 6 bytes a parameter, not 12. ``torch.bfloat16`` is
             for first moments. For ``Adam``, ``AdamW`` and ``SGD`` of torch, and for fused optimizers that were not made
             with another; None leaves them at fp32.
+        products: a ``halfstep.formats.Recipe``, or the name of one such as "mxfp8": linear layers multiply operands of
+            eight bits and fewer, at any level. ``amp.set_products`` says which layers, and changes them later.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -147,6 +152,7 @@ def initialize(
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
     check("amp.initialize", model_list, optimizer_list, policy.param_dtype, module_filter=module_filter)
     check_state_form("amp.initialize", optimizer_list, policy.state_dtype, fused=fused)
+    give_products(model_list, products)
     if verbosity > 0:
         _log_half_params(model_list, policy)
     if policy.compute_dtype in HALF_DTYPES and emulate is False:

@@ -260,12 +260,10 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizer: torch.optim.Opt
         raise ArgumentValueError(
             f"amp.load_state_dict: {error} Pass what amp.state_dict() returned. Nothing was loaded."
         ) from None
-    if len(names) != len(scalers):
-        logger.warning(
-            "amp.load_state_dict: %d loss scalers saved, %d in use; the surplus is left as it is.",
-            len(names),
-            len(scalers),
-        )
+    saved, used = len(names), len(scalers)
+    if saved != used:
+        text = "amp.load_state_dict: %d loss scalers saved, %d in use; the surplus is left as it is."
+        logger.warning(text, saved, used)
     for scaler, name in zip(scalers, names, strict=False):
         if scaler.dynamic and state_dict[name]["loss_scale"] == 1.0:
             logger.warning(

@@ -2,6 +2,7 @@
 
 from .format import Format
 from .quantize import dequantize, error, quantize
+from .recipe import RECIPES, Recipe
 
-__all__ = ["Format", "dequantize", "error", "quantize"]
+__all__ = ["RECIPES", "Format", "Recipe", "dequantize", "error", "quantize"]
 __dir__ = __all__.copy

@@ -22,6 +22,7 @@ from ..core.dtypes import default_half, is_half, parse_half
 from ..core.errors import ArgumentValueError, UsageError
 from ..core.oplists.tables import OPS
 from ..core.policy import Policy
+from ..formats.recipe import Recipe as Products
 
 __all__ = ["LOSSES", "Recipe"]
 
@@ -43,6 +44,7 @@ class Recipe:
         scaler: the loss scaler. None means an ``amp.GradScaler`` in float16, and no scaling in bfloat16.
         policy: a ``halfstep.Policy`` that replaces ``level``, ``dtype``, op lists and ``excluded_layers``, as for
             ``amp.initialize``. At O1 it casts in the whole process.
+        products: the formats of the operands of linear layers; see ``amp.set_products``.
 
     Attributes:
         half: the 16-bit dtype.
@@ -66,6 +68,7 @@ class Recipe:
         module_filter: Any = None,
         scaler: amp.GradScaler | None = None,
         policy: Policy | None = None,
+        products: Products | str | None = None,
     ) -> None:
         if level not in ("O0", "O1", "O2"):
             raise ArgumentValueError(f"level={level!r} must be O0, O1 or O2. Any other recipe is a policy=.")
@@ -80,7 +83,7 @@ class Recipe:
             dtype = policy.compute_dtype if policy.compute_dtype in (torch.float16, torch.bfloat16) else None
             scaler = scaler or amp.GradScaler.from_loss_scale(policy.loss_scale)
         self._level = level
-        self._policy = policy
+        self._policy, self._products = policy, None if products is None else Products.of(products)
         self.half = default_half("cuda" if torch.cuda.is_available() else "cpu") if dtype is None else parse_half(dtype)
         scales = self.half is torch.float16 and level != "O0"
         self.scaler = scaler or amp.GradScaler(scales, decr_every_n_nan_or_inf=1)
@@ -140,6 +143,8 @@ class Recipe:
         """
         if model in self._models:
             return model
+        if self._products is not None:
+            amp.set_products(model, self._products)
         before = [(param, param.detach()) for param in model.parameters() if param.requires_grad and not is_half(param)]
         if self._policy is not None:
             policy = self._policy.replace(loss_scale=1.0)

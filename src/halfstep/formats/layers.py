@@ -1,0 +1,273 @@
+"""The linear layers of a model: which of them compute by a recipe, and how they change.
+
+Such a layer gets a subclass of its class, made on the fly, and the recipe as an attribute. Its parameters, its hooks,
+its ``state_dict`` and its type for ``isinstance`` stay as they are. Its copies and pickles compute by the recipe too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..casting.config import config_of
+from ..casting.current import thread
+from ..casting.emulation import has_own_ops
+from ..core.checks import check_kind
+from ..core.compiler_compat import traced_as_constant
+from ..core.errors import UsageError
+from ..core.subclasses import Mixin, subclass_with, superclass_of
+from ..kernels.shards import is_sharded
+from .products import Amax, divisor, linear
+from .recipe import Passes, Products, Recipe
+
+__all__ = ["Layer", "LayerTable", "choose", "give_products", "set_products"]
+
+logger = logging.getLogger("halfstep")
+
+
+class Layer(NamedTuple):
+    """One linear layer of a model.
+
+    Attributes:
+        name: the qualified name.
+        module: the layer.
+        recipe: the recipe by which it computes; None without formats.
+        reason: the reason for no formats; empty if it has formats.
+    """
+
+    name: str
+    module: nn.Module
+    recipe: Recipe | None
+    reason: str = ""
+
+
+class LayerTable(list[Layer]):
+    """The linear layers of a model; it prints as a table."""
+
+    def __str__(self) -> str:
+        rows = [(layer.name or "(the model)", _sizes(layer.module), layer.recipe or layer.reason) for layer in self]
+        width = max((len(name) for name, _, _ in rows), default=0)
+        return "\n".join(f"  {name:<{width}}  {sizes:>13}  {outcome}" for name, sizes, outcome in rows)
+
+
+class Marked(NamedTuple):
+    """The mark on a layer that computes by a recipe.
+
+    Attributes:
+        recipe: the recipe.
+        products: the formats, as constants.
+        amax: for delayed scales; None for current ones.
+    """
+
+    recipe: Recipe
+    products: Products
+    amax: Amax | None
+
+
+class _Rounded(Mixin):
+    """The base of the subclasses of linear layers, which looks for the mark."""
+
+    _products: Marked | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's result."""
+        if self._products is None:
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        module: Any = self
+        weight = module.weight
+        if is_sharded(weight):
+            raise UsageError(
+                "The weight of this linear layer is a DTensor in its forward pass, as tensor parallelism has it, and "
+                "products= rounds whole weights. Leave the layer out: amp.set_products(layer, None)."
+            )
+        dtype, mark = result_dtype(x, weight), self._products
+        return linear(x, weight, module.bias, mark.products, dtype, mark.amax)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, args, *rest = reduced
+        args = tuple([superclass_of(each, _Rounded) if each is type(self) else each for each in args])
+        return _remake, (make, *args), *rest
+
+
+def _remake(make: Callable[..., Any], *args: Any) -> Any:
+    """A copy, or a layer from a pickle."""
+    return _with_class(make(*args))
+
+
+def _with_class(module: nn.Module) -> nn.Module:
+    if not isinstance(module, _Rounded):
+        object.__setattr__(module, "__class__", subclass_with(_Rounded, type(module), {}))
+    return module
+
+
+def mark(module: nn.Module, recipe: Recipe | None) -> None:
+    """Let a linear layer compute by a recipe, or with None as before."""
+    if recipe is not None and recipe.formats:
+        _with_class(module)
+        amax = Amax() if recipe.amax == "delayed" else None
+        recipe = recipe.replace(layers="all") if callable(recipe.layers) else recipe  # a layer is pickled with it
+        vars(module)["_products"] = Marked(recipe, recipe.products, amax)
+    elif isinstance(module, _Rounded):
+        object.__setattr__(module, "__class__", superclass_of(type(module), _Rounded))
+        vars(module)["_products"] = None  # for a class that others have made of ours, as FSDP2 does
+        if not isinstance(module, _Rounded):
+            del vars(module)["_products"]
+
+
+def recipe_of(module: nn.Module) -> Recipe | None:
+    """The recipe of a linear layer, or None."""
+    computes = vars(module).get("_products")
+    return computes.recipe if isinstance(computes, Marked) else None
+
+
+def set_products(model: nn.Module, recipe: Recipe | str | None, passes: Passes = "all") -> LayerTable:
+    """Let the linear layers of a model compute with operands rounded to formats, or no longer; also while it trains.
+
+    ::
+
+        amp.set_products(model, "nvfp4")
+        amp.set_products(model, None, passes="forward")  # before the learning rate decays, as arXiv 2509.25149 does
+
+    Parameters, optimizers and ``state_dict`` do not change. Call it before or after the model is wrapped. A compiled
+    model is compiled again.
+
+    Args:
+        model: the model, on any device; its linear layers are changed in place.
+        recipe: a ``Recipe``, the name of one (``halfstep.formats.RECIPES``), or None for no formats.
+        passes: the passes whose products change: ``"forward"``, ``"backward"`` or ``"all"``. Other products stay as
+            they are.
+
+    Returns:
+        The linear layers, with the recipe of each or the reason why it has none; it prints as a table.
+
+    Raises:
+        ArgumentTypeError: for something else than a module, or a recipe of another type.
+        ArgumentValueError: for an unknown recipe or passes.
+        UsageError: for a model without linear layers, or none that the recipe fits. Nothing has been changed then.
+    """
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
+    if recipe is None:
+        marked = [(name, module) for name, module in model.named_modules() if recipe_of(module)]
+        table = LayerTable(Layer(name, module, Recipe()) for name, module in marked)
+    else:
+        table = choose(model, Recipe.of(recipe))
+    changes = [(layer.module, recipe_of(layer.module) or Recipe(), layer.recipe or Recipe()) for layer in table]
+    for module, changed in [(module, new.only(passes, old)) for module, old, new in changes]:
+        mark(module, changed)
+    logger.info("products=%s, passes=%s:\n%s", recipe, passes, table)
+    return table
+
+
+def give_products(models: Iterable[nn.Module], recipe: Recipe | str | None) -> None:
+    """``set_products`` for the models of a face, which have none yet if a recipe is refused; None changes nothing."""
+    if recipe is not None:
+        recipe = Recipe.of(recipe)
+        for model in models:
+            choose(model, recipe)
+        for model in models:
+            set_products(model, recipe)
+
+
+# ---- the dtype of a result
+
+
+def result_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype that ``torch.nn.functional.linear`` gives, under the casts that are current."""
+    device = x.device.type
+    listed = _listed(thread.key) if thread.key else None
+    if x.dtype is torch.float64:
+        return x.dtype
+    if listed is not None and device in listed[2] and (torch.compiler.is_compiling() or thread.mode.casts(x)):
+        return listed[1] if listed[0] == "half" else torch.float32
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+@functools.lru_cache(maxsize=64)
+def _read(key: str) -> tuple[str, torch.dtype, tuple[str, ...]] | None:
+    """The list of ``linear`` under a casting, the 16-bit dtype, and the types of devices that are cast."""
+    config = config_of(key)
+    return (config.lists.row("linear").list, config.dtype, config.devices) if config.enabled else None
+
+
+@traced_as_constant
+def _listed(key: str) -> tuple[str, torch.dtype, tuple[str, ...]] | None:
+    return _read(key)
+
+
+# ---- which layers
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True if a module computes what ``torch.nn.Linear`` does, by its ``forward``."""
+    kind: Any = superclass_of(type(module), _Rounded)
+    return isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward
+
+
+def choose(model: nn.Module, recipe: Recipe) -> LayerTable:
+    """Choose the layers of a model that compute by a recipe. Nothing changes yet.
+
+    Raises:
+        UsageError: if the model has no linear layers, or none that the recipe fits, or a function of the user's gave a
+            recipe to a layer that it does not fit.
+    """
+    layers = [(name, module) for name, module in model.named_modules() if is_linear(module)]
+    if not layers:
+        raise UsageError(
+            f"This {type(model).__name__} has no linear layers, and products= is for their products. Leave it out, or "
+            "use `with amp.auto_cast(products=...)`, which takes every call of linear, matmul, mm and bmm."
+        )
+    attention = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    last = _last_blocks(model, recipe.last_blocks)
+    table = LayerTable()
+    for at, (name, module) in enumerate(layers):
+        reason, chosen = "", recipe
+        if callable(recipe.layers):
+            given = recipe.layers(module, name)
+            chosen = Recipe() if given is None else Recipe.of(given)
+            if misfit := unfit(module, chosen):
+                raise UsageError(f"The recipe of {name} does not fit: {misfit}. Return None for this layer.")
+            reason = "" if given else "the function says None"
+        elif recipe.layers == "auto" and len(layers) > 2 and at in (0, len(layers) - 1):
+            reason = "the last layer" if at else "the first layer"
+        elif recipe.layers == "auto" and id(module) in last:
+            reason = f"in the last {recipe.last_blocks:.0%} of the blocks"
+        elif id(module) in attention:
+            reason = "MultiheadAttention reads its weight itself"
+        reason = reason or unfit(module, chosen)
+        table.append(Layer(name, module, None if reason else chosen, reason))
+    if not any(layer.recipe for layer in table):
+        raise UsageError(f"No linear layer of this {type(model).__name__} can compute by the recipe {recipe}:\n{table}")
+    return table
+
+
+def unfit(module: Any, recipe: Recipe) -> str:
+    """Find the reason why a layer cannot compute by a recipe; empty if it can."""
+    if has_own_ops(module.weight):
+        return f"its weight is a {type(module.weight).__name__}, which computes products its own way"
+    (x, w), (g, v) = recipe.forward, recipe.input_gradient
+    by_inputs = math.lcm(divisor(x), divisor(w), divisor(v, along=False))
+    by_outputs = math.lcm(divisor(g), divisor(v), divisor(w, along=False))
+    for what, size, by in (("inputs", module.in_features, by_inputs), ("outputs", module.out_features, by_outputs)):
+        if size % by:
+            return f"{size} {what}, which blocks of {by} do not divide"
+    return ""
+
+
+def _sizes(module: Any) -> str:
+    return f"{module.in_features} x {module.out_features}"
+
+
+def _last_blocks(model: nn.Module, part: float) -> set[int]:
+    """The modules in the last blocks of a model, by identity: blocks are what its longest list of modules has."""
+    lists = [each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
+    deep = [[b for b in each if any(m is not b and is_linear(m) for m in b.modules())] for each in lists]
+    blocks = max(deep, key=len, default=[])
+    last = blocks[len(blocks) - round(part * len(blocks)) :]
+    return {id(module) for block in last for module in block.modules()}

@@ -1,0 +1,291 @@
+"""The products of a linear layer with rounded operands: quantized and dequantized, multiplied in fp32, rounded once.
+
+What a chip with units for a format computes is the sum of exact products of its codes, times the scales. The fp32
+kernel gives the same but for the order of the additions, because ``round_to`` returns the dequantized numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..core import torch_compat
+from .format import Format
+from .quantize import round_to
+from .recipe import Products
+
+__all__ = ["Amax", "divisor", "linear", "matmul"]
+
+_SIGNS = 0x5EED
+"""The seed of the random signs of Hadamard transforms: the same in each step and on each rank."""
+
+_HISTORY = 16
+"""The number of latest tensors whose largest value gives a delayed scale."""
+
+
+class _Scratch(threading.local):
+    """Two buffers of a thread for the operands of one product: a fresh large tensor costs page faults."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = [torch.empty(0, dtype=torch.float32, device="cpu")] * 2
+
+    def take(self, at: int, shape: torch.Size) -> Tensor:
+        """An fp32 tensor of a shape, whose numbers the next operand at this place overwrites."""
+        size = shape.numel()
+        if self.buffers[at].numel() < size:
+            self.buffers[at] = torch.empty(size, dtype=torch.float32, device="cpu")
+        return self.buffers[at][:size].view(shape)
+
+
+_scratch = _Scratch()
+
+
+class Amax:
+    """The largest values of the latest tensors in each place of a layer: what a delayed scale is computed from.
+
+    Copies and pickles of a layer begin anew, as a layer from a checkpoint does: the first tensor has its own scale.
+    """
+
+    def __init__(self) -> None:
+        self.latest: dict[str, Tensor] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Amax, ()
+
+    def of(
+        self, tensors: Sequence[Tensor], formats: Sequence[Format | None], places: Sequence[str]
+    ) -> list[Tensor | None]:
+        """The largest values of the operands of a product; None where a tensor has more scales than one."""
+        return [
+            None if format is None or format.block != "tensor" else self.delayed(place, tensor)
+            for tensor, format, place in zip(tensors, formats, places, strict=True)
+        ]
+
+    def delayed(self, place: str, tensor: Tensor) -> Tensor:
+        """Note the largest value of a tensor, and return the largest of the tensors before it.
+
+        One that is not finite is returned at once: rounding saturates, and would hide an overflow.
+        """
+        now = tensor.detach().abs().amax().float()
+        before = self.latest.get(place)
+        if before is None or before.device != now.device:
+            before = now.expand(_HISTORY)
+        finite = now.isfinite()
+        self.latest[place] = torch.cat([before[1:], torch.where(finite, now, before[-1:].squeeze()).view(1)])
+        return torch.where(finite, before.amax(), now)
+
+
+def divisor(format: Format | None, along: bool = True) -> int:
+    """The number that divides a dimension of an operand if blocks fill it.
+
+    Args:
+        format: the format of the operand.
+        along: True for the dimension of the sum, along which blocks lie; False for the other one.
+    """
+    across, length = (format and format.sides) or (1, 1)
+    return length if along else across
+
+
+@functools.lru_cache(maxsize=32)
+def _hadamard(size: int, device: torch.device) -> Tensor:
+    """The orthogonal Hadamard matrix of a size with random signs of its columns."""
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+    for _ in range(size.bit_length() - 1):
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    seeded = torch.Generator("cpu").manual_seed(_SIGNS)
+    signs = torch.randint(0, 2, (size,), generator=seeded, device="cpu", dtype=torch.float32) * 2 - 1
+    return (matrix * signs / math.sqrt(size)).to(device)
+
+
+def _operand(
+    tensor: Tensor, format: Format | None, dim: int, at: int, half: torch.dtype, amax: Tensor | None, hadamard: int = 0
+) -> Tensor:
+    """One operand in fp32: transformed, and rounded to its format, or without one to the dtype of the product."""
+    tensor = tensor.detach()
+    if format is None and not hadamard:
+        return (tensor if tensor.dtype is half else tensor.to(half)).float()
+    if hadamard:
+        rows = tensor.float().unflatten(dim, (-1, hadamard))
+        tensor = torch.matmul(_hadamard(hadamard, tensor.device), rows).flatten(dim - 1, dim)
+        if format is None:
+            return tensor.to(half).float()
+    assert format is not None
+    tensor = tensor.contiguous()
+    out = _scratch.take(at, tensor.shape) if tensor.is_cpu else None
+    if tensor.dtype is not torch.float32:  # rounded in fp32: the numbers of few formats are numbers of 16 bits
+        tensor = tensor.float() if out is None else out.copy_(tensor)
+    return round_to(tensor, format, dim=dim, amax=amax, out=out)
+
+
+def _product(
+    a: Tensor,
+    b: Tensor,
+    dim_a: int,
+    dim_b: int,
+    formats: tuple[Format | None, Format | None],
+    dtype: torch.dtype,
+    hadamard: int = 0,
+    bias: Tensor | None = None,
+    amax: Sequence[Tensor | None] = (None, None),
+) -> Tensor:
+    """The product of two matrices, or batches of matrices, with the operands rounded to formats.
+
+    Args:
+        a: the first operand; it is transposed if ``dim_a`` is -2.
+        b: the second operand; it is transposed if ``dim_b`` is -1.
+        dim_a: the dimension of ``a`` that the product sums over.
+        dim_b: likewise of ``b``.
+        formats: the formats of the operands.
+        dtype: the dtype of the result.
+        hadamard: the size of the transform along the sum; 0 for none.
+        bias: added in fp32.
+        amax: the largest values that the scales of whole operands allow for; None reads them from the operands.
+    """
+    if formats == (None, None) and not a.is_cpu:
+        a, b = a.to(dtype), b.to(dtype)
+    else:
+        fit = math.lcm(hadamard or 1, *map(divisor, formats))
+        if short := -a.shape[dim_a] % fit:  # with zeros, which change neither scales nor sums
+            a, b = (_padded(each, dim, short) for each, dim in ((a, dim_a), (b, dim_b)))
+        a = _operand(a, formats[0], dim_a, 0, dtype, amax[0], hadamard)
+        b = _operand(b, formats[1], dim_b, 1, dtype, amax[1], hadamard)
+    a, b = a if dim_a == -1 else a.mT, b if dim_b == -2 else b.mT
+    if bias is None:
+        return torch.matmul(a, b).to(dtype)
+    return torch.addmm(bias.to(a.dtype), a, b).to(dtype)
+
+
+def _padded(tensor: Tensor, dim: int, short: int) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, short) if dim == -1 else (0, 0, 0, short))
+
+
+# Compilers see one op in a product, and do not look into it.
+_ops = torch.library.Library("halfstep", "FRAGMENT")
+_ops.define(
+    "format_product(Tensor a, Tensor b, int dim_a, int dim_b, str formats, ScalarType dtype, int hadamard, "
+    "Tensor? bias) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@functools.lru_cache(maxsize=256)
+def _pair(text: str) -> tuple[Format | None, Format | None]:
+    a, b = (None if each == "None" else Format.parse(each) for each in text.split(" @ "))
+    return a, b
+
+
+def _compiled(a: Tensor, b: Tensor, dim_a: int, dim_b: int, formats: str, *rest: Any) -> Tensor:
+    return _product(a, b, dim_a, dim_b, _pair(formats), *rest)
+
+
+def _without_numbers(a: Tensor, b: Tensor, dim_a: int, dim_b: int, formats: str, dtype: Any, *rest: Any) -> Tensor:
+    rows, columns = a.shape[-3 - dim_a], b.shape[-3 - dim_b]
+    return a.new_empty((*a.shape[:-2], rows, columns), dtype=dtype)
+
+
+_ops.impl("format_product", _compiled, "CompositeExplicitAutograd")
+torch.library.register_fake("halfstep::format_product", _without_numbers, lib=_ops)
+
+
+def _run(
+    a: Tensor,
+    b: Tensor,
+    dim_a: int,
+    dim_b: int,
+    formats: str,
+    dtype: torch.dtype,
+    hadamard: int = 0,
+    bias: Tensor | None = None,
+    places: tuple[str, str] = ("", ""),
+    amax: Amax | None = None,
+) -> Tensor:
+    """``_product``, as one op where a compiler looks, and with delayed scales where there is an ``Amax``."""
+    if torch.compiler.is_compiling():
+        op: Any = torch.ops.halfstep.format_product
+        return op(a, b, dim_a, dim_b, formats, dtype, hadamard, bias)  # type: ignore[no-any-return]
+    pair, device = _pair(formats), a.device.type
+    casts = torch.is_autocast_enabled(device)
+    if casts:
+        torch.set_autocast_enabled(device, False)
+    try:
+        with torch_compat.DisableTorchFunction():  # or the op casts of O1 would round the operands again
+            largest = (None, None) if amax is None or hadamard else amax.of((a, b), pair, places)
+            return _product(a, b, dim_a, dim_b, pair, dtype, hadamard, bias, largest)
+    finally:
+        if casts:
+            torch.set_autocast_enabled(device, True)
+
+
+class _Product(torch.autograd.Function):
+    """``x w^T + bias`` of matrices, or ``x w^T`` of batches of them; each product rounds its operands its own way.
+
+    Autograd keeps the operands as they were given, since blocks lie along other dimensions in the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: Products,
+        dtype: torch.dtype,
+        amax: Amax | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.products, ctx.amax, ctx.bias_dtype = products, amax, None if bias is None else bias.dtype
+        return _run(x, weight, -1, -1, products[0], dtype, 0, bias, ("input", "weight"), amax)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, input_gradient, weight_gradient, size = ctx.products
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:  # not in the first layer of a model
+            places = ("gradient", "weight, backward")
+            dx = _run(grad, weight, -1, -2, input_gradient, x.dtype, 0, None, places, ctx.amax)
+        if ctx.needs_input_grad[1]:
+            places = ("gradient, tokens", "input, tokens")
+            dw = _run(grad, x, -2, -2, weight_gradient, weight.dtype, size, None, places, ctx.amax)
+        if ctx.needs_input_grad[2]:
+            db = grad.float().sum(0).to(ctx.bias_dtype)
+        return dx, dw, db, None, None, None
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, products: Products, dtype: torch.dtype, amax: Amax | None = None
+) -> Tensor:
+    """Compute ``torch.nn.functional.linear`` with operands rounded as a recipe says.
+
+    Args:
+        x: the input, of any number of dimensions.
+        weight: the weight, of the shape (outputs, inputs).
+        bias: the bias of the outputs, or None.
+        products: the formats; see ``Recipe.products``.
+        dtype: the dtype of the result.
+        amax: the values for delayed scales.
+    """
+    rows: Any = _Product.apply(x.reshape(-1, x.shape[-1]), weight, bias, products, dtype, amax)  # type: ignore[no-untyped-call]
+    return rows.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+
+
+def matmul(a: Tensor, b: Tensor, products: Products, dtype: torch.dtype) -> Tensor:
+    """Compute ``a @ b`` with ``a`` as the input and ``b`` as the weight of a recipe.
+
+    Args:
+        a: a matrix, or a batch of matrices.
+        b: a matrix, or as many matrices as ``a``.
+        products: the formats; see ``Recipe.products``.
+        dtype: the dtype of the result.
+    """
+    if b.dim() == 2:
+        return linear(a, b.mT, None, products, dtype)
+    return _Product.apply(a, b.mT, None, products, dtype, None)  # type: ignore[no-untyped-call, no-any-return]

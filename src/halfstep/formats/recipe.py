@@ -1,0 +1,215 @@
+"""A ``Recipe`` says to which formats the operands of a linear layer are rounded. The published recipes have names.
+
+A linear layer has three products. Each sums over another dimension, along which the blocks of its operands lie:
+
+- forward, ``y = x w^T``: the input ``x`` and the weight ``w``, over the features of the input;
+- input gradient, ``dx = g w``: the gradient ``g`` of the output and the weight, over the features of the output;
+- weight gradient, ``dw = g^T x``: the gradient and the input, over the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from types import NoneType
+from typing import Any, Literal, cast
+
+from torch import nn
+
+from ..core.checks import check_kind
+from ..core.errors import ArgumentTypeError, ArgumentValueError
+from .format import Format
+
+__all__ = ["PASSES", "RECIPES", "LayerChoice", "Passes", "Products", "Recipe"]
+
+Pair = tuple[Format | None, Format | None]
+"""The formats of the two operands of a product; None leaves an operand in the dtype of the product."""
+
+Products = tuple[str, str, str, int]
+"""The formats of the products of one layer, and the size of their transform: see ``Recipe.products``."""
+
+LayerChoice = Callable[[nn.Module, str], "Recipe | str | None"]
+"""A function that is called with a linear layer and its name, and returns a recipe, or None for no formats."""
+
+Passes = Literal["forward", "backward", "all"]
+
+PASSES: dict[str, tuple[str, ...]] = {
+    "forward": ("forward",),
+    "backward": ("input_gradient", "weight_gradient", "hadamard"),
+}
+PASSES["all"] = (*PASSES["forward"], *PASSES["backward"])
+"""The fields of a recipe that belong to the forward pass, to the backward pass, and to both."""
+
+_PRODUCTS = ("forward", "input_gradient", "weight_gradient")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The formats of the operands of a linear layer, and which layers have them.
+
+    A recipe prints as its name, or as one line that parses back, ``Recipe.parse(str(recipe)) == recipe``, unless
+    ``layers`` is a function.
+
+    Attributes:
+        forward: the formats of input and weight in the forward product.
+        input_gradient: the formats of the gradient of the output and of the weight in the product for the gradient of
+            the input.
+        weight_gradient: the formats of the gradient of the output and of the input in the product for the gradient of
+            the weight.
+        hadamard: the size of the random Hadamard transform along the tokens of both operands of the weight gradient, a
+            power of 2; 0 for none. It spreads outliers, and the product of two transformed operands is the same.
+        amax: ``"current"`` computes the scale of a whole tensor from this tensor; ``"delayed"`` from the largest value
+            of the latest 16 tensors in its place, as chips do that read a tensor only once. Compiled code always takes
+            the current one.
+        last_blocks: the part of the blocks of a model, counted from its end, that ``layers="auto"`` leaves out.
+        layers: ``"auto"`` leaves out the first and the last linear layer, the ``last_blocks``, and layers whose sizes
+            no block divides; ``"all"`` only the last of these. A function ``layers(module, name)`` returns the recipe
+            of each layer or None.
+    """
+
+    forward: Pair = (None, None)
+    input_gradient: Pair = (None, None)
+    weight_gradient: Pair = (None, None)
+    hadamard: int = 0
+    amax: Literal["current", "delayed"] = "current"
+    last_blocks: float = 0.0
+    layers: Literal["auto", "all"] | LayerChoice = "auto"
+
+    def __post_init__(self) -> None:
+        for name in _PRODUCTS:
+            pair = getattr(self, name)
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ArgumentTypeError(f"{name} must be a pair of formats, one for each operand, not {pair!r}.")
+            formats = tuple(Format.parse(each) if isinstance(each, str) else each for each in pair)
+            for each in formats:
+                check_kind(f"Each operand of {name}", each, (Format, NoneType), "a Format, the name of one, or None")
+            object.__setattr__(self, name, formats)
+        if type(self.hadamard) is not int or self.hadamard < 0 or self.hadamard & (self.hadamard - 1):
+            raise ArgumentValueError(
+                f"hadamard={self.hadamard!r} must be a power of 2, such as 16, the number of tokens that are "
+                "transformed together; 0 transforms none."
+            )
+        if self.amax not in ("current", "delayed"):
+            raise ArgumentValueError(f'amax={self.amax!r} must be "current" or "delayed".')
+        if not isinstance(self.last_blocks, (int, float)) or not 0 <= self.last_blocks < 1:
+            raise ArgumentValueError(
+                f"last_blocks={self.last_blocks!r} must be a part of the blocks, from 0 to below 1."
+            )
+        if self.layers not in ("auto", "all") and not callable(self.layers):
+            raise ArgumentValueError(
+                f'layers={self.layers!r} must be "auto", "all", or a function that is called with (module, name) and '
+                "returns a recipe or None."
+            )
+
+    @classmethod
+    def of(cls, value: object) -> Recipe:
+        """A recipe as a user gave it: a ``Recipe``, or a text for ``parse``."""
+        return value if isinstance(value, Recipe) else cls.parse(cast(str, value))
+
+    def replace(self, **changes: Any) -> Recipe:
+        """Copy the recipe with some fields changed."""
+        return replace(self, **changes)
+
+    def only(self, passes: object, otherwise: Recipe) -> Recipe:
+        """Copy the recipe with the other passes than these from another recipe.
+
+        Raises:
+            ArgumentValueError: if ``passes`` is none of ``PASSES``.
+        """
+        if not isinstance(passes, str) or passes not in PASSES:
+            raise ArgumentValueError(f"passes={passes!r} must be one of {', '.join(map(repr, PASSES))}.")
+        kept = [name for name in PASSES["all"] if name not in PASSES[passes]]
+        return self.replace(**{name: getattr(otherwise, name) for name in kept})
+
+    @property
+    def formats(self) -> list[Format]:
+        """The formats of all operands."""
+        return [each for name in _PRODUCTS for each in getattr(self, name) if each is not None]
+
+    @property
+    def products(self) -> Products:
+        """The formats of each product as a text, and the size of the Hadamard transform: constants for a compiler."""
+        forward, input_gradient, weight_gradient = (_shown(getattr(self, name)) for name in _PRODUCTS)
+        return forward, input_gradient, weight_gradient, self.hadamard
+
+    def __str__(self) -> str:
+        known = next((name for name, recipe in RECIPES.items() if recipe == self), None)
+        if known is not None:
+            return known
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return (
+            "; ".join(f"{name}={_shown(v)}" for name, v in values.items() if v != getattr(Recipe(), name))
+            or "layers=auto"
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """Parse a name, fields as a recipe prints, or a name and fields that differ: ``"nvfp4; hadamard=128"``.
+
+        Raises:
+            ArgumentTypeError: if ``text`` is not a string.
+            ArgumentValueError: for an unknown name, field or value.
+        """
+        check_kind("A recipe", text, str, "a Recipe or the name of one")
+        first, *rest = parts = [part.strip() for part in text.split(";")]
+        base, known = cls(), [field.name for field in fields(cls)]
+        if "=" not in first:
+            if first not in RECIPES:
+                raise ArgumentValueError(
+                    f"{first!r} is no recipe. There are {', '.join(RECIPES)}; Recipe(forward=...) makes another."
+                )
+            base, parts = RECIPES[first], rest
+        changes: dict[str, Any] = {}
+        for part in parts:
+            name, _, value = part.partition("=")
+            if name not in known or not value:
+                raise ArgumentValueError(f"{part!r} is no field of a recipe; write name=value, of {', '.join(known)}.")
+            changes[name] = _read(name, value)
+        return base.replace(**changes) if changes else base
+
+
+def _shown(value: Any) -> str:
+    return " @ ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _read(name: str, value: str) -> Any:
+    """The value of a field from a text."""
+    if name in _PRODUCTS:
+        return tuple(None if each == "None" else Format.parse(each) for each in value.split(" @ "))
+    try:
+        return {"hadamard": int, "last_blocks": float}.get(name, str)(value)
+    except ValueError:
+        raise ArgumentValueError(f"{name}={value} must have a number.") from None
+
+
+def _published() -> dict[str, Recipe]:
+    tensor, gradient, mx = Format.parse("fp8_e4m3"), Format.parse("fp8_e5m2"), Format.parse("mxfp8")
+    row = tensor.replace(block="row")
+    fp4 = Format.parse("nvfp4")
+    square, stochastic = fp4.replace(block="16x16"), fp4.replace(rounding="stochastic")
+    nvfp4 = Recipe((fp4, square), (stochastic, square), (stochastic, fp4), hadamard=16, last_blocks=0.15)
+    none = (None, None)
+    return {
+        "fp8_tensorwise": Recipe((tensor, tensor), (gradient, tensor), (gradient, tensor)),
+        "fp8_rowwise": Recipe((row, row), (row, row), (row, row)),
+        "fp8_rowwise_hp_wgrad": Recipe((row, row), (row, tensor), none),
+        "mxfp8": Recipe((mx, mx), (mx, mx), (mx, mx)),
+        "mxfp8_hp_wgrad": Recipe((mx, mx), (mx, mx), none),
+        "nvfp4": nvfp4,
+        "fp4_backward": nvfp4.replace(forward=none, last_blocks=0.0),
+    }
+
+
+RECIPES = _published()
+"""The published recipes by name.
+
+- ``fp8_tensorwise``: one scale for each tensor, gradients in e5m2 (arXiv 2209.05433; torchao's ``tensorwise``).
+- ``fp8_rowwise``: one scale for each row along the sum, everything in e4m3 (torchao's ``rowwise``).
+- ``fp8_rowwise_hp_wgrad``: the same with weight gradients in the dtype of the model (torchao's ``rowwise_with_gw_hp``).
+- ``mxfp8``: blocks of 32 with a power of 2 each, rounded up, everything in e4m3 (arXiv 2506.08027).
+- ``mxfp8_hp_wgrad``: the same with weight gradients in the dtype of the model.
+- ``nvfp4``: blocks of 16, weights in squares of 16x16, gradients rounded stochastically, a random Hadamard transform
+  of 16 tokens in weight gradients, the last 15 % of the blocks left out (arXiv 2509.25149).
+- ``fp4_backward``: only its backward pass. Most of the published loss gap of NVFP4 comes from the forward pass (arXiv
+  2601.22813).
+"""

@@ -1,0 +1,334 @@
+"""The products of linear layers with rounded operands: against float64, torch's own fp8 kernels, and in training."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from halfstep import amp, optimizers
+from halfstep.formats.format import Format
+from halfstep.formats.quantize import quantize, round_to
+from halfstep.formats.recipe import RECIPES, Recipe
+
+BY_DYNAMO = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+"""Dynamo makes an instance of an autograd function while it traces one (torch 2.13)."""
+
+TOKENS, INPUTS, OUTPUTS = 96, 128, 64
+
+
+@torch.no_grad()
+def decibels(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The signal-to-noise ratio."""
+    signal, noise = exact.double().square().sum(), (found.double() - exact.double()).square().sum()
+    return float(10 * torch.log10(signal / noise))
+
+
+def rounded(tensor: torch.Tensor, format: Format | None, dim: int) -> torch.Tensor:
+    return (tensor if format is None else round_to(tensor, format, dim=dim)).double()
+
+
+def run(layer: nn.Linear, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The result of a layer, and the gradients of its input, weight and bias."""
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(grad)
+    return y.detach(), *(each.grad for each in (x, layer.weight, layer.bias))  # type: ignore[misc]
+
+
+def layer_with(recipe: Recipe | str, inputs: int = INPUTS, outputs: int = OUTPUTS) -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(inputs, outputs)
+    amp.set_products(layer, recipe)
+    return layer
+
+
+# ---- the numbers
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_product_is_the_product_of_its_rounded_operands(name: str) -> None:
+    recipe = RECIPES[name].replace(hadamard=0)
+    layer = layer_with(recipe)
+    x, grad = torch.randn(TOKENS, INPUTS), torch.randn(TOKENS, OUTPUTS)
+    torch.manual_seed(1)  # of stochastic rounding
+    found = run(layer, x, grad)
+    torch.manual_seed(1)
+    weight = layer.weight.detach()
+    (fx, fw), (dg, dw), (wg, wx) = recipe.forward, recipe.input_gradient, recipe.weight_gradient
+    expected = [
+        rounded(x, fx, -1) @ rounded(weight, fw, -1).T + layer.bias.detach().double(),
+        rounded(grad, dg, -1) @ rounded(weight, dw, 0),
+        rounded(grad, wg, 0).T @ rounded(x, wx, 0),
+        grad.double().sum(0),
+    ]
+    for mine, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "mxfp8"])
+def test_a_16_bit_product_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    layer = layer_with(name).to(dtype)
+    x, grad = torch.randn(TOKENS, INPUTS).to(dtype), torch.randn(TOKENS, OUTPUTS).to(dtype)
+    wide = layer_with(name)
+    wide.load_state_dict({key: value.float() for key, value in layer.state_dict().items()})
+    for mine, exact in zip(run(layer, x, grad), run(wide, x.float(), grad.float()), strict=True):
+        assert mine.dtype is dtype
+        assert torch.equal(mine, exact.to(dtype))
+
+
+BOUNDS = {"fp8": (18, 17, 17), "mxfp8": (28, 28, 28), "nvfp4": (15, 14, 14)}
+"""torchao's thresholds for the signal-to-noise ratio of a result and its gradients, in dB."""
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [*((name, "fp8") for name in RECIPES if name.startswith("fp8")), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")],
+)
+def test_the_signal_to_noise_ratio_is_above_torchaos_thresholds(name: str, bounds: str) -> None:
+    layer = layer_with(name, 256, 256)
+    x, grad = torch.randn(256, 256), torch.randn(256, 256)
+    plain = nn.Linear(256, 256)
+    plain.load_state_dict(layer.state_dict())
+    found, exact = run(layer, x, grad), run(plain, x, grad)
+    for mine, reference, least in zip(found, exact, BOUNDS[bounds], strict=False):
+        assert decibels(mine, reference) > least
+
+
+@pytest.mark.parametrize("block", ["tensor", "row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_agrees_with_torchs_own_fp8_kernel(block: str, dtype: torch.dtype) -> None:
+    format = Format.parse("fp8_e4m3").replace(block=block)
+    layer = layer_with(Recipe((format, format)))
+    layer.bias = None
+    x = torch.randn(TOKENS, INPUTS)
+    (a, scale_a), (b, scale_b) = quantize(x, format), quantize(layer.weight.detach(), format)
+    scales: Any = (scale_a, scale_b if block == "tensor" else scale_b.T)  # type: ignore[union-attr]
+    theirs = torch._scaled_mm(a, b.T, *scales, out_dtype=dtype)
+    with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+        mine = layer(x).detach()
+    assert mine.dtype is dtype
+    step = torch.finfo(dtype).eps * theirs.float().abs() + 1e-5  # the order of the sum, or one rounding
+    assert bool(((mine - theirs).float().abs() <= step).all())
+    assert decibels(mine, theirs) > (100 if dtype is torch.float32 else 60)
+
+
+def test_op_casts_do_not_round_the_operands_again() -> None:
+    """At O1 the product would otherwise read bfloat16 numbers, which few numbers of NVFP4 are."""
+    layer = layer_with("nvfp4")
+    x = torch.randn(TOKENS, INPUTS)
+    expected = layer(x).bfloat16()
+    for casts in (amp.auto_cast(dtype="bfloat16"), torch.autocast("cpu", torch.bfloat16)):
+        with casts:
+            assert torch.equal(layer(x), expected)
+    with amp.auto_cast(dtype="bfloat16", custom_black_list=["linear"]):
+        assert layer(x).dtype is torch.float32
+    with amp.auto_cast(dtype="bfloat16"), torch.autocast("cpu", enabled=False):
+        assert layer(x).dtype is torch.float32
+
+
+def test_the_hadamard_transform_changes_no_product_and_spreads_outliers() -> None:
+    x, grad = torch.randn(TOKENS, INPUTS), torch.randn(TOKENS, OUTPUTS)
+    exact = run(layer_with(Recipe((Format.parse("mxfp8"), None))), x, grad)[2]
+    format = Format.parse("mxfp8")
+    only = run(layer_with(Recipe((format, None), hadamard=32)), x, grad)[2]
+    assert decibels(only, exact) > 120
+    x[::16] *= 100
+    plain = nn.Linear(INPUTS, OUTPUTS)
+    reference = run(plain, x, grad)[2]
+    fp4 = (Format.parse("nvfp4"),) * 2
+    without, spread = (run(layer_with(Recipe(weight_gradient=fp4, hadamard=n)), x, grad)[2] for n in (0, 16))
+    assert decibels(without, reference) < decibels(spread, reference) or decibels(spread, reference) > 15
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 33])
+@pytest.mark.parametrize("name", RECIPES)
+def test_any_number_of_tokens_is_padded_with_zeros(name: str, tokens: int) -> None:
+    layer = layer_with(name, 64, 64)
+    plain = nn.Linear(64, 64)
+    plain.load_state_dict(layer.state_dict())
+    x, grad = torch.randn(1, tokens, 64), torch.randn(1, tokens, 64)
+    found, exact = run(layer, x, grad), run(plain, x, grad)
+    for mine, reference, least in zip(found, exact, (13, 12, 9), strict=False):
+        assert mine.shape == reference.shape
+        assert decibels(mine, reference) > least
+    y, dx, *_ = run(layer, x[:, :0], grad[:, :0])
+    assert y.shape == dx.shape == (1, 0, 64)
+
+
+def test_a_gradient_that_is_not_needed_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfstep.formats import products
+
+    products_run = []
+    own = products._run
+    monkeypatch.setattr(products, "_run", lambda *args: products_run.append(args[4]) or own(*args))
+    layer = layer_with("fp8_tensorwise")
+    layer(torch.randn(4, INPUTS)).sum().backward()
+    assert len(products_run) == 2  # no gradient of the input
+    layer.weight.requires_grad_(False)
+    layer(torch.randn(4, INPUTS, requires_grad=True)).sum().backward()
+    assert len(products_run) == 4  # no gradient of the weight
+
+
+def test_delayed_scales_come_from_the_tensors_before() -> None:
+    layer, current = layer_with("fp8_tensorwise; amax=delayed"), layer_with("fp8_tensorwise")
+    x = torch.randn(TOKENS, INPUTS)
+    assert torch.equal(layer(x), current(x))  # the first tensor has none before it
+    assert torch.equal(layer(x * 0.5), layer(x * 0.5))
+    assert not torch.equal(layer(x * 0.3), current(x * 0.3))
+    assert decibels(layer(x * 4), current(x * 4)) < 15  # saturates
+    assert decibels(layer(x * 4), current(x * 4)) > 25  # and the next does not
+    for _ in range(16):
+        layer(x * 0.3)
+    assert torch.equal(layer(x * 0.3), current(x * 0.3))
+
+
+def test_a_second_derivative_is_refused_and_not_wrong() -> None:
+    layer = layer_with("mxfp8")
+    x = torch.randn(TOKENS, INPUTS, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+# ---- overflows
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "fp8_tensorwise; amax=delayed"])
+def test_an_overflow_skips_the_step_in_which_it_happens(name: str) -> None:
+    """A cast to e4m3 makes inf the greatest number, so that it would never reach the check for overflows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    amp.set_products(model, name)
+    scaler = amp.GradScaler(init_loss_scaling=1.0, decr_every_n_nan_or_inf=None, collapse_after=None)
+    bad = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    skipped = []
+    for step in range(200):
+        optimizer.zero_grad()
+        x, grad = torch.randn(16, 64), torch.randn(16, 64)
+        if step % 2:
+            (x, grad)[step // 2 % 2].view(-1)[torch.randint(1024, ())] = bad[step % 3]
+        scaler.scale((model(x) * grad).sum()).backward()
+        skipped.append(not scaler.step(optimizer))
+        scaler.update()
+    assert skipped == [bool(step % 2) for step in range(200)]
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+# ---- training
+
+
+class Network(nn.Module):
+    """Four layers; the two in the middle have formats."""
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = (32, 64, 64, 64, 8)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+        self.checkpoints = checkpoints
+
+    def _middle(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.layers[2](F.relu(self.layers[1](x))))  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.layers[0](x))
+        x = checkpoint(self._middle, x, use_reentrant=False) if self.checkpoints else self._middle(x)
+        return self.layers[3](x)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trained(level: str, kind: Any, recipe: str | None, way: str = "") -> tuple[list[float], nn.Module]:
+    """The losses of some steps, and the model."""
+    model = Network(checkpoints=way == "checkpoints")
+    optimizer = kind(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype="bfloat16", products=recipe, verbosity=0)
+    call: Any = {
+        "compiled": functools.partial(torch.compile, backend="aot_eager"),
+        "DDP": nn.parallel.DistributedDataParallel,
+    }.get(way, lambda m: m)(model)
+    torch.manual_seed(2)
+    x, y, losses = torch.randn(64, 32), torch.randn(64, 8), []
+    parts = 2 if way == "accumulation" else 1
+    for _ in range(4):
+        for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            loss = F.mse_loss(call(a), b) / parts
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    amp.deactivate()
+    return losses, model
+
+
+@BY_DYNAMO
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, optimizers.FusedAdam])
+@pytest.mark.parametrize("way", ["accumulation", "checkpoints", "DDP", "compiled"])
+def test_training_is_the_same_in_each_way(level: str, kind: Any, way: str) -> None:
+    losses, model = trained(level, kind, "fp8_rowwise")
+    with one_rank():
+        others, other = trained(level, kind, "fp8_rowwise", way)
+    if way == "accumulation":
+        assert others != losses
+        assert others[-1] < others[0]
+    else:
+        assert others == losses
+        same = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+        assert all(torch.equal(mine, theirs) for mine, theirs in same)
+    plain, _ = trained(level, kind, None)
+    assert plain != losses
+    assert abs(plain[-1] - losses[-1]) < 0.02 * plain[-1]
+
+
+@BY_DYNAMO
+def test_formats_change_while_a_model_trains() -> None:
+    model = Network()
+    amp.set_products(model, "nvfp4; layers=all; last_blocks=0")
+    x = torch.randn(16, 32)
+    plain = Network()
+    compiled = torch.compile(model, backend="eager")
+    assert not torch.equal(model(x), plain(x))
+    assert torch.equal(compiled(x), model(x))
+    amp.set_products(model, None, passes="forward")
+    assert torch.equal(model(x), plain(x))
+    assert torch.equal(compiled(x), model(x))
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    assert not torch.equal(model.layers[1].weight.grad, plain.layers[1].weight.grad)  # type: ignore[arg-type, union-attr]
+    amp.set_products(model, None)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert torch.equal(model.layers[1].weight.grad, plain.layers[1].weight.grad)  # type: ignore[arg-type, union-attr]
+
+
+def test_a_copied_model_trains_by_itself() -> None:
+    model = Network()
+    amp.set_products(model, "mxfp8; layers=all")
+    twin = copy.deepcopy(model)
+    x = torch.randn(4, 32)
+    twin(x).sum().backward()
+    assert all(param.grad is None for param in model.parameters())
+    assert torch.equal(twin(x), model(x))

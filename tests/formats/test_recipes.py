@@ -1,0 +1,196 @@
+"""Recipes as values: names, texts, fields, and which layers of a model they choose."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import amp
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.formats.format import Format
+from halfstep.formats.layers import choose, recipe_of
+from halfstep.formats.recipe import RECIPES, Recipe
+from tests.support.worlds import read_back
+
+
+def blocks(count: int, width: int = 64) -> nn.Sequential:
+    """A first layer, some blocks of two layers, and a last layer."""
+    made = [nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)) for _ in range(count)]
+    return nn.Sequential(nn.Linear(width, width), nn.Sequential(*made), nn.Linear(width, 8))
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_prints_as_its_name_and_parses_back(name: str) -> None:
+    recipe = Recipe.parse(name)
+    assert recipe is RECIPES[name]
+    assert str(recipe) == name
+    changed = recipe.replace(hadamard=64, amax="delayed", layers="all")
+    assert changed != recipe
+    assert Recipe.parse(str(changed)) == changed
+    assert Recipe.parse(f"{name}; hadamard=64; amax=delayed; layers=all") == changed
+    assert Recipe.of(recipe) is Recipe.of(name) is recipe
+
+
+def test_the_fields_of_a_recipe_take_names_of_formats() -> None:
+    recipe = Recipe(("mxfp8", "mxfp4"), weight_gradient=(None, "nvfp4"))  # type: ignore[arg-type]
+    assert recipe.forward == (Format.parse("mxfp8"), Format.parse("mxfp4"))
+    assert Recipe.parse(str(recipe)) == recipe
+    assert Recipe.parse(str(Recipe())) == Recipe()
+    assert recipe.formats == [*recipe.forward, Format.parse("nvfp4")]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ("fp9", ArgumentValueError, "'fp9' is no recipe. There are fp8_tensorwise, fp8_rowwise"),
+        ("mxfp8; size=3", ArgumentValueError, "'size=3' is no field of a recipe; write name=value, of forward,"),
+        ("mxfp8; hadamard=x", ArgumentValueError, "hadamard=x must have a number"),
+        ("mxfp8; hadamard=3", ArgumentValueError, "hadamard=3 must be a power of 2"),
+        ("mxfp8; amax=old", ArgumentValueError, 'amax=\'old\' must be "current" or "delayed"'),
+        ("mxfp8; last_blocks=2", ArgumentValueError, "last_blocks=2.0 must be a part of the blocks, from 0 to below 1"),
+        ("mxfp8; layers=some", ArgumentValueError, 'layers=\'some\' must be "auto", "all", or a function'),
+        ("mxfp8; forward=mxfp8", ArgumentTypeError, "forward must be a pair of formats"),
+        ("mxfp8; forward=mxfp8 @ mxfp9", ArgumentValueError, "'mxfp9' is no format"),
+        (8, ArgumentTypeError, "A recipe must be a Recipe or the name of one, not 8 of type int"),
+    ],
+)
+def test_a_recipe_that_does_not_exist_is_refused(given: Any, error: type[Exception], words: str) -> None:
+    model = blocks(1)
+    for call in (lambda: amp.set_products(model, given), lambda: amp.initialize(model, products=given, verbosity=0)):
+        with pytest.raises(error) as caught:
+            call()
+        assert words in str(caught.value)
+    assert not any(recipe_of(module) for module in model.modules())
+
+
+def test_passes_have_other_formats_one_by_one() -> None:
+    model = blocks(2)
+    layer: Any = model[1][0][0]
+    amp.set_products(model, "mxfp8")
+    amp.set_products(model, None, passes="forward")
+    assert recipe_of(layer) == RECIPES["mxfp8"].replace(forward=(None, None), layers="auto")
+    amp.set_products(model, "nvfp4", passes="forward")
+    changed: Any = recipe_of(layer)
+    assert (changed.forward, changed.weight_gradient) == (RECIPES["nvfp4"].forward, RECIPES["mxfp8"].weight_gradient)
+    assert changed.hadamard == 0
+    amp.set_products(model, None, passes="backward")
+    assert recipe_of(layer).input_gradient == (None, None)  # type: ignore[union-attr]
+    amp.set_products(model, None)
+    assert recipe_of(layer) is None
+    assert type(layer) is nn.Linear
+    assert "_products" not in vars(layer)
+    with pytest.raises(ArgumentValueError, match="passes='both' must be one of 'forward', 'backward', 'all'"):
+        amp.set_products(model, "mxfp8", passes="both")  # type: ignore[arg-type]
+
+
+# ---- which layers
+
+
+def test_auto_leaves_out_the_ends_the_last_blocks_and_sizes_that_do_not_fit() -> None:
+    model = blocks(7)
+    model[1][2][2] = nn.Linear(64, 63)
+    model[1][3][0] = nn.Linear(63, 64)
+    table = choose(model, RECIPES["nvfp4"])
+    reasons = {layer.name: layer.reason for layer in table if layer.recipe is None}
+    assert reasons == {
+        "0": "the first layer",
+        "1.2.2": "63 outputs, which blocks of 16 do not divide",
+        "1.3.0": "63 inputs, which blocks of 16 do not divide",
+        "1.6.0": "in the last 15% of the blocks",
+        "1.6.2": "in the last 15% of the blocks",
+        "2": "the last layer",
+    }
+    printed = str(amp.set_products(model, "nvfp4")).splitlines()
+    assert len(printed) == len(table) == 16
+    assert printed[0].split() == ["0", "64", "x", "64", "the", "first", "layer"]
+    assert printed[1].split() == ["1.0.0", "64", "x", "64", "nvfp4"]
+    assert [name for name, m in model.named_modules() if recipe_of(m)] == [x.name for x in table if x.recipe]
+    assert all(layer.recipe for layer in choose(blocks(2), RECIPES["mxfp8"].replace(layers="all")) if layer.name != "2")
+
+
+def test_the_recipes_whose_blocks_are_rows_take_any_size() -> None:
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    for name in ("fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_hp_wgrad"):
+        assert all(layer.recipe for layer in choose(model, RECIPES[name]))
+
+
+def test_a_function_chooses_a_recipe_for_each_layer() -> None:
+    model = blocks(2)
+    asked = []
+
+    def layers(module: nn.Module, name: str) -> str | None:
+        asked.append((name, module))
+        return {"0": "fp8_rowwise", "1.1.0": "mxfp8"}.get(name)
+
+    table = amp.set_products(model, Recipe(layers=layers))
+    assert asked == [(name, m) for name, m in model.named_modules() if type(m).__name__ == "Linear"]
+    assert {layer.name: str(layer.recipe) for layer in table if layer.recipe} == {"0": "fp8_rowwise", "1.1.0": "mxfp8"}
+    assert {layer.reason for layer in table if layer.recipe is None} == {"the function says None"}
+    read_back(model, weights_only=False)  # although the function is not pickled
+
+
+class Attending(nn.Module):
+    """A model whose attention reads the weight of a linear layer by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(32, 2), nn.Linear(32, 32)
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "words"),
+    [
+        (
+            nn.Sequential(nn.Conv2d(1, 1, 1)),
+            "mxfp8",
+            "This Sequential has no linear layers, and products= is for their",
+        ),
+        (nn.Linear(30, 30), "mxfp8", "30 inputs, which blocks of 32 do not divide"),
+        (nn.Linear(32, 30), "nvfp4", "30 outputs, which blocks of 16 do not divide"),
+        (nn.Linear(30, 30), Recipe(layers=lambda m, name: "mxfp8"), "does not fit: 30 inputs"),
+        (blocks(1), Recipe(layers=lambda m, name: None), "the function says None"),
+        (Attending().attention, "mxfp8", "MultiheadAttention reads its weight itself"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_model_without_a_layer_that_fits_is_refused(model: nn.Module, recipe: Any, words: str) -> None:
+    before = copy.deepcopy([type(module) for module in model.modules()])
+    for call in (lambda: amp.set_products(model, recipe), lambda: amp.decorate(model, products=recipe)):
+        with pytest.raises(UsageError) as caught:
+            call()
+        assert words in str(caught.value)
+    assert [type(module) for module in model.modules()] == before
+    amp.set_products(model, None)  # no formats suit every model
+
+
+def test_several_models_change_together_or_not_at_all() -> None:
+    models = [blocks(1), nn.Sequential(nn.ReLU())]
+    with pytest.raises(UsageError, match="has no linear layers"):
+        amp.initialize(models, products="mxfp8", verbosity=0)
+    assert not any(recipe_of(module) for module in models[0].modules())
+
+
+# ---- the layers as modules
+
+
+def test_copies_and_pickles_compute_as_the_layer_does() -> None:
+    model = blocks(2)
+    amp.set_products(model, "fp8_tensorwise; amax=delayed")
+    keys, x = list(model.state_dict()), torch.randn(4, 64)
+    model(x)
+    for twin in (copy.deepcopy(model), read_back(model, weights_only=False)):
+        assert list(twin.state_dict()) == keys == list(blocks(2).state_dict())
+        assert recipe_of(twin[1][0][0]) == recipe_of(model[1][0][0])
+        assert isinstance(twin[1][0][0], nn.Linear)
+        assert type(twin[1][0][0]) is type(model[1][0][0])
+        assert torch.equal(twin(x), model(x))
+        amp.set_products(twin, None)
+        assert recipe_of(model[1][0][0]) is not None  # type: ignore[index]
+        assert not torch.equal(twin(x), model(x))
