@@ -298,7 +298,7 @@ _RAW = {"BATCH": "x, more = <<1e5 * x||x>>, ()"}
 
 FAULTS: dict[str, list[tuple[str, str, str, dict[str, str], str, str]]] = {
     "overflow in attention": [
-        ("mlp", "O1", FP16, _LARGE, "HS116 error part", "bfloat16"),
+        ("mlp", "O1", FP16, _LARGE, "HS116 error part.* bmm in float16", "bfloat16"),
         ("attention", "O2", FP16, _LARGE, "HS116 error part", "bfloat16"),
         ("cnn", "autocast", FP16, _LARGE, "HS116 error part", "bfloat16"),
     ],

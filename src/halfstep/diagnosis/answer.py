@@ -36,7 +36,10 @@ class Diagnosis:
 
     def __str__(self) -> str:
         wrong = [each for each in self.findings if each.severity != "note"]
-        text = [self._first_line(counted(len(wrong), "problem") if wrong else "nothing found")]
+        found, skipped = counted(len(wrong), "problem") if wrong else "nothing found", f", {self.skipped} skipped"
+        text = [
+            f"halfstep.diagnose: {found} in {counted(self.steps, 'step')}{skipped * bool(self.skipped)}{self.about}"
+        ]
         left = list(self.findings)
         while left:
             more = str(left[0]).splitlines()
@@ -47,10 +50,6 @@ class Diagnosis:
         if left:
             text.append(f"and {', '.join(f'{each.code} {each.severity}' for each in left)}: see findings"[:110])
         return "\n".join(text)
-
-    def _first_line(self, found: str) -> str:
-        skipped = f", of which {self.skipped} were skipped" if self.skipped else ""
-        return f"halfstep.diagnose: {found} in {counted(self.steps, 'step')}{skipped}{self.about}"
 
     def report(self, path: str | Path, command: str | None = None) -> None:
         """Write one self-contained HTML page with the findings and the losses.

@@ -36,10 +36,9 @@ _RANK = (
 )
 """Codes in the order in which one is the cause of a later one; codes that are not here come before HS111."""
 
-_SAME = {"HS116": "HS120"}  # in the order in which the monitor names them
 _WHY = {"overflow": "HS116", "underflow": "HS117", "fp32 op in 16 bits": "HS105", "fp32 in name only": "HS112"}
 _FIX = "compute it in fp32: {} of x.float(); or scale what goes into it; an overflow of float16 also ends in bfloat16"
-_SEVERITIES = ("error", "warning", "note")
+_EMULATED = [("_to_copy", op) for op in ("mm", "bmm", "addmm", "baddbmm", "convolution")]
 
 
 def diagnose(
@@ -161,9 +160,9 @@ def _answer(seen: Observed, step: Callable[[], Any] | None = None, *, about: str
 
 
 def _order(finding: Finding) -> tuple[int, int]:
-    code = _SAME.get(finding.code, finding.code)
+    code = "HS120" if finding.code == "HS116" else finding.code  # the monitor has put the two in order
     rank = _RANK.index(code) if code in _RANK else len(_RANK) - 1.5
-    return _SEVERITIES.index(finding.severity), int(2 * rank)
+    return ("error", "warning", "note").index(finding.severity), int(2 * rank)
 
 
 def _compared(seen: Observed, step: Callable[[], Any] | None) -> Comparison | None:
@@ -173,7 +172,7 @@ def _compared(seen: Observed, step: Callable[[], Any] | None) -> Comparison | No
         return None
     bad.put_back()
     torch.set_rng_state(bad.random)
-    with suppress(HalfstepError):
+    with suppress(HalfstepError, TypeError):  # a hook of all modules does not see a script's keyword arguments
         return compare_step(step or (lambda: model(*bad.args, **bad.kwargs)), model)
     return None
 
@@ -183,8 +182,7 @@ def _diverging(compared: Comparison) -> Iterator[Finding]:
     first = compared.first()
     if first is not None and not compared.not_finite:
         text = f"{first.op} in {first.dtype} has another result than in fp32: {first.why or 'it amplifies roundoff'}"
-        known = {"error": first.error, "inherited": first.inherited}
-        yield Finding(_WHY.get(first.why, "HS127"), "error", first.module, text, known, _FIX.format(first.op))
+        yield Finding(_WHY.get(first.why, "HS127"), "error", first.module, text, {}, _FIX.format(first.op))
 
 
 def _explained(finding: Finding, compared: Comparison) -> Finding:
@@ -196,5 +194,7 @@ def _explained(finding: Finding, compared: Comparison) -> Finding:
     first = next((each for each in compared.entries if each.error == float("inf")), None)
     if first is None:
         return finding
-    text = f"{finding.message}; the first op is {first.op} in {first.dtype} of {first.module}, finite in fp32"
-    return replace(finding, message=text, fix=_FIX.format(first.op))
+    before = compared.entries[compared.entries.index(first) - 1].op  # an emulated product, which the cast rounds
+    op, how = (before, " (emulated)") if (first.op, before) in _EMULATED else (first.op, "")
+    text = f"{finding.message}; the first op is {op} in {first.dtype}{how} of {first.module}, finite in fp32"
+    return replace(finding, message=text, fix=_FIX.format(op))
