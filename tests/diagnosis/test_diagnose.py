@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 import halfstep
 from halfstep import Finding, amp
+from halfstep.cli.run_numerics import Monitors
 from halfstep.diagnosis import Diagnosis
 
 
@@ -52,21 +52,17 @@ def test_nothing_changes(level: str, dtype: torch.dtype, way: str) -> None:
     for trial in (one, other):
         torch.manual_seed(1)
         trial.step()
-    before = torch.get_rng_state(), random.getstate()
+    before = torch.get_rng_state()
     result = halfstep.diagnose(WAYS[way](one), one.model, one.optimizer)
-    assert (before[0].equal(torch.get_rng_state()), before[1] == random.getstate()) == (True, True)
-    assert result.steps >= 8
+    assert before.equal(torch.get_rng_state())
     assert "copies" in str(result).splitlines()[0]
     assert one.seen == [1]
-    assert amp.state_dict() is not None
     for trial in (one, other):
         torch.manual_seed(2)
         trial.losses = [float(trial.step().detach()) for _ in range(3)]  # type: ignore[attr-defined]
     assert one.losses == other.losses  # type: ignore[attr-defined]
-    for a, b in zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True):
-        assert torch.equal(a, b)
-    scales = [amp.steps_skipped(trial.optimizer) for trial in (one, other)]
-    assert scales[0] == scales[1]
+    assert all(map(torch.equal, one.model.state_dict().values(), other.model.state_dict().values()))
+    assert amp.steps_skipped(one.optimizer) == amp.steps_skipped(other.optimizer)
 
 
 def test_a_healthy_training_has_no_problem() -> None:
@@ -80,8 +76,7 @@ def test_a_healthy_training_has_no_problem() -> None:
 def test_model_and_optimizer_are_found() -> None:
     trial = Trial("O2", torch.float16)
     trial.x[0, 0] = torch.nan
-    first = halfstep.diagnose(trial.step).findings[0]
-    assert (first.code, first.where) == ("HS122", "input 0")
+    assert "HS122 error    The batch holds NaN: input 0" in str(halfstep.diagnose(trial.step))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9])
@@ -94,8 +89,9 @@ def test_twelve_lines_at_most(count: int) -> None:
 
 
 def test_a_page(tmp_path: Path) -> None:
-    found = [Finding("HS101", "error", "layer", "the message", {}, "the fix")]
-    Diagnosis(found, 8, [3.0, 2.0, float("nan")]).report(tmp_path / "a" / "page.html")
+    Diagnosis([Finding("HS101", "error", "layer", "the message", {}, "the fix")], 8, [3.0, 2.0, float("nan")]).report(
+        tmp_path / "a" / "page.html"
+    )
     text = (tmp_path / "a" / "page.html").read_text(encoding="utf-8")
     assert all(each in text for each in ("HS101 error", "the message", "layer", "the fix", "1 problem in 8 steps"))
 
@@ -114,3 +110,13 @@ def test_a_page(tmp_path: Path) -> None:
 def test_what_is_refused(arguments: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         halfstep.diagnose(*arguments)
+
+
+def test_the_first_twenty_steps_are_sampled_and_then_every_hundredth() -> None:
+    monitors, model = Monitors(every=None), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitors.see_step(optimizer, (), {})
+    for _ in range(102):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert sorted({row.step for row in monitors.rows() if row.tensor == "update"}) == [*range(20), 100]

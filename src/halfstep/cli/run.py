@@ -22,7 +22,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), help="instead of float16")
 @click.option("--report", metavar="FILE", type=_FILE, help="write an HTML report")
 @click.option("--numerics", metavar="FILE", type=_FILE, help="save what tensors look like; FILE.html gets pictures")
-@click.option("--every", metavar="N", type=click.IntRange(min=1), help="look at every N-th step  [default: 100]")
+@click.option("--every", metavar="N", type=click.IntRange(min=1), help="every N-th step  [default: 20 first, 100th]")
 @script_options(required=True)
 @click.pass_obj
 def command(

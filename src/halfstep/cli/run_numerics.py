@@ -27,13 +27,13 @@ __all__ = ["monitored"]
 
 
 @contextmanager
-def monitored(path: Path, every: int, script: str, command_line: str) -> Iterator[None]:
+def monitored(path: Path, every: int | None, script: str, command_line: str) -> Iterator[None]:
     """Monitor the models that the block trains, and save the rows even if it ends with an error.
 
     Args:
         path: the file: rows as JSON lines, or a page of pictures for the suffix ".html". Ranks other than 0 append
             ".rank1" and so on.
-        every: the distance of two sampled steps.
+        every: the distance of two sampled steps; None for the first 20, then every 100th.
         script: the name of the script.
         command_line: the command that made the file.
     """
@@ -54,7 +54,7 @@ def monitored(path: Path, every: int, script: str, command_line: str) -> Iterato
         if not rows:
             click.echo(f"halfstep: no optimizer stepped, so {path.name} has no rows.", err=True)
         if path.suffix != ".html":
-            save_rows(path, rows, command=command_line, every=every)
+            save_rows(path, rows, command=command_line, every=every or 100)
         elif rows:
             write_report(rows, path, title=script, command=command_line)
 
@@ -66,10 +66,10 @@ class Monitors:
     starts at the optimizer's first step, with the outermost module that has its parameters.
 
     Args:
-        every: the distance of two sampled steps.
+        every: the distance of two sampled steps; None for the first 20, then every 100th.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int | None) -> None:
         self._every = every
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._monitors: list[tuple[nn.Module, Monitor]] = []

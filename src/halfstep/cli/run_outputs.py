@@ -28,7 +28,7 @@ class Outputs:
     Attributes:
         report: the file for a page on every step.
         numerics: the file for the statistics of tensors.
-        every: the distance of two steps that ``numerics`` samples; None for 100.
+        every: the distance of two steps that ``numerics`` samples; None for the first 20, and every 100th.
     """
 
     report: Path | None = None
@@ -66,7 +66,7 @@ class Outputs:
             if self.numerics is not None:
                 from .run_numerics import monitored
 
-                stack.enter_context(monitored(self.numerics, self.every or 100, script, shlex.join(command_line)))
+                stack.enter_context(monitored(self.numerics, self.every, script, shlex.join(command_line)))
             yield
 
 

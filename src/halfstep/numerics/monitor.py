@@ -67,7 +67,7 @@ class Monitor:
         model: any module; the modules inside a wrapper (DistributedDataParallel) are named without the wrapper.
         optimizer: the optimizer of its parameters, before or after ``amp`` prepares it. Without one, each forward pass
             of the model is a step, and there are no "grad" and "update".
-        every: the distance of two sampled steps; the first step is sampled.
+        every: the distance of two sampled steps; the first step is sampled. None is 100, after the first 20.
         tensors: a subset of ``TENSORS``. "update" also gives rows of "weight": the values before the step.
         include: fnmatch patterns; if given, only modules and parameters with a matching name are sampled.
         exclude: fnmatch patterns of names that are not sampled.
@@ -87,7 +87,7 @@ class Monitor:
         model: nn.Module,
         optimizer: Any = None,
         *,
-        every: int = 100,
+        every: int | None = 100,
         tensors: Sequence[str] = TENSORS,
         include: Patterns = None,
         exclude: Patterns = None,
@@ -100,7 +100,7 @@ class Monitor:
         self._optimizer = None if optimizer is None else bare(optimizer)
         if self._optimizer is not None and not isinstance(self._optimizer, torch.optim.Optimizer):
             raise ArgumentTypeError(f"Monitor takes a torch.optim.Optimizer, not {type(optimizer).__name__}.")
-        for name, number in (("every", every), ("sample", sample)):
+        for name, number in (("every", 100 if every is None else every), ("sample", sample)):
             check_count(name, number)
         if isinstance(tensors, str) or not tensors or not set(tensors) <= set(TENSORS):
             raise ArgumentValueError(f"tensors={tensors!r} must be a tuple of some of {TENSORS}.")
@@ -111,8 +111,7 @@ class Monitor:
         self._kinds = frozenset(tensors)
         self._include, self._exclude = _patterns("include", include), _patterns("exclude", exclude)
         self._bins = bins
-        self._sample = sample
-        self._scaler = scaler
+        self._sample, self._scaler = sample, scaler
         self._root = model
         self._modules: dict[nn.Module, str] = {}
         self._names: dict[int, str] = {}
@@ -292,7 +291,8 @@ class Monitor:
             self._next += 1
 
     def _begin(self) -> None:
-        if self._next % self._every or any(capturing(p.device) for p in self._root.parameters()):
+        skips = self._next >= 20 and self._next % 100 if self._every is None else self._next % self._every
+        if skips or any(capturing(p.device) for p in self._root.parameters()):
             return
         self._look_at_model()
         outputs, output_grads = "output" in self._kinds, "output_grad" in self._kinds
