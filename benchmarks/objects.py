@@ -1,6 +1,7 @@
 """The objects of halfstep behind one attached optimizer: kinds and fields that a reader has to keep in the head.
 
-Counted from ``_amp_stash`` after two steps at O2, through attributes, containers and weak references. A kind is a class
+Counted from ``_amp_stash`` after five steps at O2, as in ``walks``, through attributes, containers and weak references.
+A kind is a class
 of halfstep, once however many objects there are; its fields are the attributes of its instances, by slots or
 ``__dict__``. The settings in ``core`` and ``amp`` (policy, loss scale, session), the user's model and optimizer,
 modules, functions and objects of torch are not entered.
@@ -37,11 +38,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def attached_kinds() -> dict[str, set[str]]:
-    """Train a model at O2 for two steps and count what its optimizer has, as ``fields_by_kind`` does."""
+    """Train a model at O2 for five steps and count what its optimizer has, as ``fields_by_kind`` does."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
-    for _ in range(2):
+    for _ in range(5):
         with amp.scale_loss(model(torch.ones(4, 8)).float().square().mean(), optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()

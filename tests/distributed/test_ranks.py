@@ -19,6 +19,7 @@ from halfstep.distributed.ddp_sync import BackwardRecord, RankSync, share_overfl
 from halfstep.gradients.loss_scaler import DeviceLossScaler
 from halfstep.gradients.table import Slot, record_of
 from halfstep.masters.keeper import MasterKeeper
+from halfstep.stepping.attached import attach
 from halfstep.stepping.backward import any_overflow
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -271,10 +272,9 @@ def test_wrappers_around_the_parameters_are_found_when_they_come(monkeypatch: py
     finder.wrappers.remove(mine)
     ranks.find_wrappers([p, q], [q], [])
     assert ranks.reductions == [late], "the other one is gone"
-    inside = RankSync()
-    inside.delegates_to_outer = True
-    inside.find_wrappers([p, q], [q], [])
-    assert inside.reductions == [], "the optimizer around it does this"
+    inside = attach(torch.optim.SGD([p, q]), delegates_to_outer=True).window
+    inside.sync()
+    assert inside.ranks.reductions == [], "the optimizer around it does this"
 
 
 def test_every_rank_gets_the_masters_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,40 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
 from halfstep import amp
+from halfstep.cli.run_report import Recording, recording
 from halfstep.core.errors import UsageError
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.numerics import Monitor
-from halfstep.stepping.attached import AttachedOptimizer, creation_callbacks, observers
+from halfstep.stepping.attached import AttachedOptimizer, attached_to, creation_callbacks
 from tests.support.worlds import advance, scaled_step
 
 
-class Noting:
-    """Notes the scales that the losses had, and how many steps were skipped, around each step."""
-
-    def __init__(self) -> None:
-        self.scales: list[list[float]] = []
-        self.skipped: list[int] = []
-
-    def before_step(self, attached: AttachedOptimizer) -> None:
-        self.scales.append([float(scale) for scale in attached.window.scales.values()])
-
-    def after_step(self, attached: AttachedOptimizer) -> None:
-        self.skipped.append(attached.stepping.skipped)
-
-
 @contextmanager
-def noting() -> Iterator[Noting]:
-    observer = Noting()
-    observers.append(observer)
-    try:
-        yield observer
-    finally:
-        observers.remove(observer)
+def noting(optimizer: Any = None) -> Iterator[Recording]:
+    with recording() as noted:
+        if attached := attached_to(optimizer):
+            noted.see_created(attached)
+        yield noted
 
 
 def model_and_optimizer(kind: type[torch.optim.Optimizer]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -58,8 +44,8 @@ def test_the_scale_of_each_loss_and_each_skipped_step_are_seen_with_a_grad_scale
     with noting() as noted:
         for factor in FACTORS:
             advance(model(torch.ones(2, 4)).mean() * factor, optimizer, scaler)
-    assert noted.scales == [[64.0], [64.0], [32.0]]
-    assert noted.skipped == [0, 1, 1]
+    assert list(noted.steps[0].scales.values()) == [[64.0, 64.0, 32.0]]
+    assert noted.steps[0].skipped == [False, True, False]
 
 
 def test_a_monitor_knows_the_scale_after_it_has_moved() -> None:
@@ -76,31 +62,31 @@ def test_the_scale_is_the_one_before_the_update_in_a_scale_loss_block() -> None:
     model, optimizer = model_and_optimizer(torch.optim.SGD)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
     (amp._amp_state.loss_scalers[0])._loss_scale = 64.0
-    with noting() as noted:
+    with noting(optimizer) as noted:
         for factor in FACTORS:
             scaled_step(model(torch.ones(2, 4)).mean() * factor, optimizer)
-    assert noted.scales == [[64.0], [64.0], [32.0]]
-    assert noted.skipped == [0, 1, 1]
-    assert optimizer._amp_stash.stepping.calls == 3
+    assert list(noted.steps[0].scales.values()) == [[64.0, 64.0, 32.0]]
+    assert noted.steps[0].skipped == [False, True, False]
+    assert optimizer._amp_stash.counts["calls"] == 3
 
 
 def test_the_scale_of_delayed_passes_is_seen() -> None:
     model, inner = model_and_optimizer(torch.optim.SGD)
     optimizer = FP16_Optimizer(inner, static_loss_scale=8.0, verbose=False)
-    with noting() as noted:
+    with noting(optimizer) as noted:
         optimizer.backward(model(torch.ones(2, 4)).mean(), update_master_grads=False)
         optimizer.backward(model(torch.ones(2, 4)).mean(), update_master_grads=False)
         optimizer.update_master_grads()
         optimizer.step()
-    assert noted.scales == [[8.0]]
+    assert list(noted.steps[0].scales.values()) == [[8.0]]
 
 
 def test_a_loss_without_a_scale_has_none() -> None:
     model, optimizer = model_and_optimizer(torch.optim.SGD)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
-    with noting() as noted:
+    with noting(optimizer) as noted:
         scaled_step(model(torch.ones(2, 4)).float().mean(), optimizer)
-    assert noted.scales == [[]]
+    assert noted.steps[0].scales == {}
 
 
 def test_every_attached_optimizer_is_announced() -> None:
@@ -120,11 +106,11 @@ def test_every_attached_optimizer_is_announced() -> None:
 
 def test_a_step_that_is_refused_inside_of_a_block_is_none_for_observers() -> None:
     model, optimizer = amp.initialize(*model_and_optimizer(torch.optim.SGD), opt_level="O2", verbosity=0)
-    with noting() as noted, amp.scale_loss(model(torch.ones(2, 4)).mean(), optimizer) as scaled_loss:
+    with noting(optimizer) as noted, amp.scale_loss(model(torch.ones(2, 4)).mean(), optimizer) as scaled_loss:
         scaled_loss.backward()
         with pytest.raises(UsageError, match=r"inside of a scale_loss block.*\. Dedent it"):
             optimizer.step()
-    assert (noted.scales, noted.skipped) == ([], [])
+    assert noted.steps == []
 
 
 def test_a_step_in_a_hook_of_the_backward_pass_names_gradient_release() -> None:

@@ -498,7 +498,7 @@ def test_an_optimizer_may_change_what_it_tells_scalers() -> None:
     assert not optimizer._step_supports_amp_scaling
     optimizer._step_supports_amp_scaling = True
     assert optimizer._step_supports_amp_scaling
-    assert attached_to(optimizer).stepping.takes_flags  # type: ignore[union-attr]
+    assert attached_to(optimizer).takes_flags  # type: ignore[union-attr]
     optimizer.step = lambda: None
     assert not optimizer._step_supports_amp_scaling, "who put a step there wants to see whether it is called"
     del optimizer.step

@@ -287,7 +287,7 @@ def test_other_changes_of_a_model_are_not_refused(level: str, change: Callable[[
 def test_a_parameter_that_was_always_there_replaces_none(level: str) -> None:
     model, optimizer = start(level)
     stepped_by_hand(model, optimizer)
-    assert optimizer._amp_stash.window.replaced.find(optimizer) == []
+    assert optimizer._amp_stash.replaced.find(optimizer) == []
 
 
 @pytest.mark.parametrize("level", LEVELS)

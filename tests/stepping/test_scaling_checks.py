@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from halfstep import amp, fp16_utils, optimizers
-from tests.support.worlds import BF16, FP16
+from tests.support.worlds import BF16, FP16, advance
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -157,18 +157,8 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Loop], None], str, str]] = {
     "O2, no block, a closure": (O2, plain_with_a_closure, FORGOTTEN, "loop.optimizer.step(closure)"),
     "O2, no block, gradient release": (RELEASED, plain_with_release, FORGOTTEN, ""),
     "O3 with a scale, no block": ({"level": "O3", "loss_scale": 128.0}, plain, FORGOTTEN, ""),
-    "torch's scaler around the block": (
-        {"loss_scale": 64.0},
-        block_inside_torchs_scaler,
-        TWICE,
-        "scaler.step(loop.optimizer)",
-    ),
-    "torch's scaler, RMSprop": (
-        {"make": torch.optim.RMSprop, "loss_scale": 64.0},
-        block_inside_torchs_scaler,
-        TWICE,
-        "",
-    ),
+    "torch's scaler outside": ({"loss_scale": 64.0}, block_inside_torchs_scaler, TWICE, "scaler.step(loop.optimizer)"),
+    "torch's, RMSprop": ({"make": torch.optim.RMSprop, "loss_scale": 64.0}, block_inside_torchs_scaler, TWICE, ""),
     "torch's scaler, bfloat16": ({"dtype": BF16, "loss_scale": 64.0}, block_inside_torchs_scaler, TWICE, ""),
     "our scaler around the block": (O1, block_inside_our_scaler, TWICE, "scaler.step(loop.optimizer)"),
     "backward after the block": (O2, backward_after_the_block, MISSED, "with amp.scale_loss"),
@@ -198,6 +188,8 @@ def several(batch: Callable[..., None], *args: Loop) -> None:
 def test_a_loss_that_goes_past_its_scale_is_warned_of_once(name: str) -> None:
     options, batch, words, line = WRONG[name]
     loop = Loop(**options)
+    for _ in range(6 if words is CLIPPED else 0):  # clipping may begin late
+        in_blocks(loop)
     with pytest.warns(UserWarning, match=words) as caught:
         several(batch, loop)
     assert [w.filename for w in caught] == [__file__]
@@ -438,11 +430,20 @@ def test_each_optimizer_is_warned_of() -> None:
             plain(Loop())
 
 
-def test_ordinary_gradients_are_not_looked_at() -> None:
-    """Where nobody writes into gradients before they are unscaled, their norm is never computed."""
-    loop = Loop()
-    in_blocks(loop)
-    assert loop.optimizer._amp_stash.window.scaling._looks == 5
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_nothing_looks_at_a_settled_training(dtype: torch.dtype) -> None:
+    """Where nothing writes into gradients before they are unscaled, their norm is never computed."""
+    in_blocks(loop := Loop(dtype=dtype))
+    window = loop.optimizer._amp_stash.window
+    assert window.subscribers == []
+    assert window.clipped is None if dtype is BF16 else window.clipped._looks == 5
+
+
+def test_blocks_that_begin_later_below_a_scaler_of_torch_are_warned_of() -> None:
+    loop, scaler = Loop(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    advance(loop.loss(), loop.optimizer, scaler)
+    with pytest.warns(UserWarning, match=TWICE):
+        block_inside(scaler, loop)
 
 
 def test_gradients_are_looked_at_for_clipping_in_five_passes() -> None:

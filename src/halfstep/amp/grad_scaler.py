@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -19,13 +19,27 @@ from ..distributed.ddp_sync import share_overflow
 from ..gradients.unscale import Unscaler
 from ..optimizers.release import release_of
 from ..stepping.attached import AttachedOptimizer, attached_to
-from ..stepping.backward import WindowState, note_pass
-from ..stepping.diagnosis import first_bad_gradient
+from ..stepping.backward import Subscriber, Window, WindowState, blame, record_pass
+from ..stepping.diagnosis import ClippedGradients
 from ..stepping.scaled_backward import before_unscaling
+from ..stepping.scaling_checks import say_twice
 from .iteration import Iteration, StepResult
 from .scaler_settings import ScalerSettings
 
 __all__ = ["GradScaler"]
+
+
+class _FirstStep(Subscriber):
+    """Logs the findings after the first step of an optimizer that was never prepared: its model may have been cast."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = ref(optimizer)  # as the user gave it, perhaps a wrapper
+
+    def stepped(self, window: Window) -> None:
+        window.subscribers.remove(self)
+        from ..findings.checking import log_first_step  # imported when asked for
+
+        log_first_step(self._optimizer())
 
 
 class GradScaler(ScalerSettings):
@@ -168,7 +182,7 @@ class GradScaler(ScalerSettings):
         if unscaled or not self._enabled or attached_to(optimizer) is not None:
             if not unscaled:
                 self.unscale_(optimizer)
-            return attached.window.gradients.clip(max_norm, 2.0)
+            return attached.window.keeper.gradients.clip(max_norm, 2.0)
         self._iteration.refuse_second(optimizer)
         return self._unscale(optimizer, attached, max_norm=max_norm)
 
@@ -202,10 +216,6 @@ class GradScaler(ScalerSettings):
             self._unscale(optimizer, attached, may_defer=True)
         returned = attached.call(optimizer, closure, *args, **kwargs)
         state["stage"] = OptState.STEPPED
-        if attached.stepping.calls == 1 and optimizer in self._known:  # its model may have been cast without it
-            from ..findings.checking import log_first_step  # imported when asked for
-
-            log_first_step(optimizer)
         (found_inf,) = state["found_inf_per_device"].values()
         return StepResult(found_inf, returned)
 
@@ -231,7 +241,7 @@ class GradScaler(ScalerSettings):
             # Of an optimizer that did not step: the next step is not the one that these are about.
             window.records = [record for record in window.records if record.moves is not self._scaler]
         if scale is None:
-            self._scaler.update(ended.overflow(), lambda: first_bad_gradient(ended.optimizers))
+            self._scaler.update(ended.overflow(), lambda: blame(ended.windows))
 
     def minimize(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:
         """``step`` and ``update``; returns what ``step`` returns. It may be called for several optimizers, one by one.
@@ -258,6 +268,7 @@ class GradScaler(ScalerSettings):
             found = attached_to(optimizer) or found
         if found is None:
             found = AttachedOptimizer(optimizer)
+            found.window.subscribers.append(_FirstStep(optimizer))
             self._known[optimizer] = found, inner_optimizer(optimizer) is not None
         return found
 
@@ -303,26 +314,29 @@ class GradScaler(ScalerSettings):
             )
         for callback in before_unscaling:
             callback()
-        if window.scales and any(other is not self._scaler for other in window.scales):
-            window.scaling.say_twice("this GradScaler")
+        if window.subscribers:
+            window.tell_closed(self._scaler, scale)
+        if max_norm is None:
+            window.clipped = window.clipped or ClippedGradients()
+            window.clipped.look(params, scale, by="GradScaler")
+        if any(record.moves is not self._scaler for record in window.records):
+            say_twice(window, "this GradScaler")
         done = set(map(id, iteration.among(params))) if iteration.noted else set()
-        window.state = WindowState.FINISHING  # from here to `note_pass` an interrupt drops the gradients
+        window.state = WindowState.FINISHING  # from here to `record_pass` an interrupt drops the gradients
         iteration.states[id(optimizer)].update(stage=OptState.UNSCALED, found_inf_per_device={scale.device: found_inf})
-        iteration.optimizers.append(optimizer)
         iteration.windows.append(window)
         if done:
             check = Unscaler()
             check.unscale(check.gather(p for p in params if id(p) in done), torch.ones_like(scale), found_inf)
         if max_norm is not None:
             left = [p for p in params if id(p) not in done]
-            result = window.gradients.unscale_and_clip(left, scale, found_inf, max_norm)
-        elif may_defer and not done and not table.fp32_grads and attached.stepping.takes_flags:
+            result = window.keeper.gradients.unscale_and_clip(left, scale, found_inf, max_norm)
+        elif may_defer and not done and not table.fp32_grads and attached.takes_flags:
             attached.unscale_late(scale, found_inf)
         else:
-            window.finish(scale, found_inf, plain=True, done=done)
+            window.finish(scale, found_inf, self._scaler, plain=True, done=done)
         window.scale = present  # which will be that of the next losses, too
-        window.scales[self._scaler] = scale
-        note_pass([window], found_inf, moves=self._scaler, told=False)
+        record_pass([window], found_inf, moves=self._scaler, told=False)
         if window.ranks.reductions:
             share_overflow(window.records, [window.ranks])
         iteration.note(params)
@@ -343,13 +357,13 @@ class GradScaler(ScalerSettings):
                 )
             found_inf = self._unscale(optimizer, attached)
             if self._scaler.dynamic and found_inf.item():
-                self._scaler.update(found_inf, lambda: first_bad_gradient([optimizer]))
+                self._scaler.update(found_inf, lambda: blame([attached.window]))
             return loss
 
         return evaluate
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and state, which are whole between ``update`` and the next ``unscale_`` or ``step``."""
-        if self._iteration.optimizers:
+        if self._iteration.windows:
             raise UsageError("Pickle or copy a GradScaler after update(), not between unscale_ or step and update().")
         return super().__getstate__()

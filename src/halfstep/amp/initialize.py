@@ -21,6 +21,7 @@ from ..core.removed import removed_arguments
 from ..formats.layers import give_products
 from ..formats.recipe import Recipe as Products
 from ..stepping.prepare import check, check_state_form, prepare
+from ..stepping.scaling_checks import ForgottenScale
 from .arguments import as_models, as_optimizers, device_of, returned, typed, warn_of_slow_devices
 from .loss_scaler import LossScaler
 from .options import Properties, resolve
@@ -180,8 +181,8 @@ def initialize(
         verbose=verbosity > 0,
     ):
         attached.session = session
-        attached.window.scaling.expected = scalers
-        attached.window.scaling.in_float16 = policy.compute_dtype is torch.float16
+        if not all(scaler.neutral for scaler in scalers):
+            attached.window.subscribers.append(ForgottenScale(policy.compute_dtype is torch.float16))
     if policy.op_lists is not None or policy.cast_ops:
         begin_session(casting, [*model_list, *optimizer_list])
     latest.session = session

@@ -26,14 +26,12 @@ class Iteration:
     Attributes:
         states: for each optimizer, by its identity, how far it is and its overflow flags; in the shape that torch's
             scaler has.
-        optimizers: those that were unscaled, as the user gave them.
-        windows: their backward passes.
+        windows: of the optimizers that were unscaled.
         losses: how many losses were scaled.
         noted: what each call of ``note`` has seen.
     """
 
     states: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(new_optimizer_state))
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
     losses: int = 0
     noted: list[tuple[int, Sequence[torch.Tensor], list[torch.Tensor | None], list[int | None]]] = field(

@@ -20,7 +20,7 @@ from ..casting.dynamo import eager
 from ..core.checks import check_flag
 from ..core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, UsageError
 from ..gradients.loss_scaler import saved_numbers
-from ..stepping.attached import AttachedOptimizer, attached_to
+from ..stepping.attached import AttachedOptimizer, attached_to, skipped_steps
 from ..stepping.scaled_backward import ScaledBackward
 from .loss_scaler import LossScaler
 from .options import Properties
@@ -203,7 +203,7 @@ def _stepped_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def steps_skipped(optimizer: torch.optim.Optimizer) -> int:
     """The number of steps of an optimizer that were skipped because gradients overflowed. Reads the device."""
     _, found = session_of([optimizer], "amp.steps_skipped")
-    return found[0].stepping.skipped if found else 0
+    return skipped_steps(found[0].counts) if found else 0
 
 
 def state_dict(

@@ -76,8 +76,8 @@ class Monitors:
 
     def see_created(self, attached: AttachedOptimizer) -> None:
         """Receive an optimizer that ``amp`` attaches to."""
-        if not attached.window.ranks.delegates_to_outer:
-            self._begin(attached.optimizer, [m for ref in attached.window.replaced.models if (m := ref()) is not None])
+        if not attached.window.delegates_to_outer:
+            self._begin(attached.optimizer, [m for ref in attached.replaced.models if (m := ref()) is not None])
 
     def before_step(self, attached: AttachedOptimizer) -> None:
         """Receive the start of a step, which may be the first."""

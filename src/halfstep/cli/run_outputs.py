@@ -79,22 +79,22 @@ def _is_first() -> bool:
 def _telling_skips() -> Iterator[None]:
     """Print the number of skipped steps at the end, if there were any."""
     from ..core.text import counted
-    from ..stepping.attached import creation_callbacks
+    from ..stepping.attached import creation_callbacks, skipped_steps
 
     made = []
 
     def note(attached: AttachedOptimizer) -> None:
-        made.append((attached.stepping, attached.window.ranks))  # without a reference to the optimizer
+        if not attached.window.delegates_to_outer:
+            made.append(attached.counts)  # without a reference to the optimizer
 
     creation_callbacks.append(note)
     try:
         yield
     finally:
         creation_callbacks.remove(note)
-        known = [stepping for stepping, ranks in made if not ranks.delegates_to_outer]
-        skipped = sum(stepping.skipped for stepping in known)
+        skipped = sum(map(skipped_steps, made))
         if skipped and _is_first():
-            steps = counted(sum(stepping.calls for stepping in known), "step")
+            steps = counted(sum(counts["calls"] for counts in made), "step")
             were = "was" if skipped == 1 else "were"
             click.echo(f"halfstep: {skipped:,} of {steps} {were} skipped for an overflow.", err=True)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -30,7 +31,8 @@ from ..pages import (
     table,
     write_page,
 )
-from ..stepping.attached import AttachedOptimizer, observers
+from ..stepping.attached import AttachedOptimizer, creation_callbacks, observers, skipped_steps
+from ..stepping.backward import Subscriber, Window
 from .machine import machine_section
 from .scale_picture import scale_figure, scale_line
 
@@ -66,8 +68,8 @@ class OptimizerSteps:
         return [next(scale for scale in reversed(line) if scale == scale) for line in self.scales.values()]
 
 
-class Recording:
-    """An observer that records the steps of all optimizers under amp.
+class Recording(Subscriber):
+    """An observer and a subscriber that records the steps of all optimizers under amp.
 
     Attributes:
         steps: one ``OptimizerSteps`` per optimizer, in the order of their first steps.
@@ -78,13 +80,22 @@ class Recording:
         self.steps: list[OptimizerSteps] = []
         self.device = torch.device("cpu")
         self._of: dict[int, tuple[AttachedOptimizer, OptimizerSteps]] = {}
+        self._scales: WeakKeyDictionary[Window, dict[DeviceLossScaler, torch.Tensor]] = WeakKeyDictionary()
         self._before: tuple[dict[DeviceLossScaler, float], int] = ({}, 0)
         self._last = time.perf_counter()
 
+    def see_created(self, attached: AttachedOptimizer) -> None:
+        """Receive an optimizer, and from now on the scale of its losses."""
+        attached.window.subscribers.append(self)
+
+    def closed(self, window: Window, scaler: DeviceLossScaler, scale: torch.Tensor) -> None:
+        """Store the scale of a loss."""
+        self._scales.setdefault(window, {})[scaler] = scale
+
     def before_step(self, attached: AttachedOptimizer) -> None:
         """Store the scales and the count of skipped steps. Reads the device."""
-        scales = {scaler: float(scale) for scaler, scale in attached.window.scales.items()}
-        self._before = scales, attached.stepping.skipped
+        scales = {scaler: float(scale) for scaler, scale in self._scales.pop(attached.window, {}).items()}
+        self._before = scales, skipped_steps(attached.counts)
 
     def after_step(self, attached: AttachedOptimizer) -> None:
         """Record the step. Reads the device."""
@@ -95,7 +106,7 @@ class Recording:
         steps = self._of[id(attached)][1]
         self.device = attached.window.device
         steps.add_scales(scales)
-        steps.skipped.append(attached.stepping.skipped > skipped)
+        steps.skipped.append(skipped_steps(attached.counts) > skipped)
         steps.bytes.append(_memory(self.device))
         now = time.perf_counter()
         steps.seconds.append(now - self._last)
@@ -107,9 +118,11 @@ def recording() -> Iterator[Recording]:
     """Record every step of every optimizer under amp in this block."""
     record = Recording()
     observers.append(record)
+    creation_callbacks.append(record.see_created)
     try:
         yield record
     finally:
+        creation_callbacks.remove(record.see_created)
         observers.remove(record)
 
 

@@ -16,8 +16,7 @@ from ..core.dtypes import is_half
 from ..core.scalars import in_scalar_dtype
 from ..kernels import multi_tensor
 from ..stepping.attached import AttachedOptimizer, attached_to
-from ..stepping.backward import any_overflow
-from ..stepping.scaled_backward import record_pass
+from ..stepping.backward import any_overflow, record_pass
 from .master_groups import MasterGroups
 from .multi_tensor import multi_tensor_l2norm, multi_tensor_scale
 
@@ -112,8 +111,8 @@ class Methods:
         window = self._attached.window
         scale = scaler.scale(window.device)
         found_inf = scaler.flag(window.device)
-        window.finish(scale, found_inf)
-        record_pass([window], scaler, found_inf, scale, moves=False)
+        window.finish(scale, found_inf, scaler)
+        record_pass([window], found_inf, scaler)
 
 
 class Scaler:

@@ -30,7 +30,7 @@ from ..numerics.monitor import TENSORS
 from ..observe.ops import FunctionCall
 from ..observe.watch import ModuleCall
 from ..stepping.attached import AttachedOptimizer, attached_to, observers
-from ..stepping.scaling_checks import ScalingChecks
+from ..stepping.diagnosis import ClippedGradients
 from .within_steps import on_grid, scaled_gradients, without_gradient
 
 __all__ = ["STEPS", "Ended", "Observed", "Pass"]
@@ -109,7 +109,7 @@ class Observed(Forward):
         self.wrappers: dict[nn.Module, bool] = {}  # DistributedDataParallel, and True if it sent gradients
         self._scaled_by: list[Any] = []  # the scalers, and the optimizers that they unscaled, since the last step
         self._unscaled: list[Any] = []
-        self._checks: dict[int, ScalingChecks] = {}
+        self._checks: dict[int, ClippedGradients] = {}
         self.warned: list[str] = []
         self.repeats_random_numbers = self.stays_on_grid = False
         self._random = torch.get_rng_state()
@@ -235,7 +235,7 @@ class Observed(Forward):
 
     def after_step(self, attached: AttachedOptimizer) -> None:
         """Receive the end of a step under ``amp``, which may have been skipped."""
-        skipped = attached.stepping.was_skipped
+        skipped = attached.was_skipped
         self.skipped += skipped is not None and bool(skipped)
         self.end_step()
 
@@ -286,10 +286,10 @@ class Observed(Forward):
 
     def _look_for_clipping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         if type(scaler) is torch.amp.GradScaler and self._scaled_by:  # halfstep's scaler looks itself
-            checks = self._checks.setdefault(id(optimizer), ScalingChecks())
+            checks = self._checks.setdefault(id(optimizer), ClippedGradients())
             params = [p for group in optimizer.param_groups for p in group["params"]]
             scale = torch.tensor(scaler.get_scale(), dtype=torch.float32, device=params[0].device)
-            checks.look_for_clipping(params, scale, plain=True)
+            checks.look(params, scale, by="GradScaler")
 
 
 def _live(kind: type) -> list[Any]:

@@ -82,13 +82,11 @@ class RankSync:
     """The messages of one optimizer to other ranks.
 
     Attributes:
-        delegates_to_outer: True if another attached optimizer contains this optimizer and sends the messages.
         reductions: the reductions of the wrappers around the optimizer's parameters. Without a wrapper the optimizer
             sends nothing.
     """
 
     def __init__(self) -> None:
-        self.delegates_to_outer = False
         self.reductions: list[DDPHook] = []
         self._found: tuple[object, ...] = ()  # the wrappers and counts of parameters at the latest search
         # In a backward pass: each wrapper, its count of averaged passes before, and the versions of its gradients.
@@ -179,7 +177,7 @@ class RankSync:
             mastered: the parameters whose masters must be the same on every rank.
         """
         seen = (len(params), len(fp32), *REDUCTIONS)
-        if self.delegates_to_outer or seen == self._found:
+        if seen == self._found:
             return
         self._found = seen
         before = self.reductions

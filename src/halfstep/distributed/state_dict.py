@@ -69,7 +69,7 @@ def _patch(module: Any) -> None:
             if param.grad is None and param.dtype in HALF_DTYPES:
                 param.grad_dtype = None
         result = own(optimizer, *args, **kwargs)
-        attached.window.gradients.expect()
+        attached.window.keeper.gradients.expect()
         return result
 
     setattr(module, STATE_INIT, init)

@@ -252,7 +252,7 @@ def foreign_parameters(facts: Facts) -> Iterator[Found]:
     if not foreign or not left or (masters and as_many):
         return
     attached = [(found, one) for one in facts.optimizers if (found := attached_to(one)) is not None]
-    replaced = any(each.param is p for found, one in attached for each in found.window.replaced.find(one) for p in left)
+    replaced = any(each.param is p for found, one in attached for each in found.replaced.find(one) for p in left)
     yield Found(
         "error" if replaced or len(foreign) == len(held) else "warning",
         facts.where(left),

@@ -155,6 +155,6 @@ def _skipped(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Te
     flag = getattr(optimizer, "found_inf", None)  # set while the step runs, which includes torch's hooks
     attached = attached_to(optimizer)
     if flag is None and attached is not None:
-        flag = attached.stepping.was_skipped
+        flag = attached.was_skipped
     known = torch.as_tensor(0.0 if flag is None else flag, device=getattr(flag, "device", "cpu"))
     return known.to(device, torch.float32, non_blocking=True).reshape(())

@@ -59,10 +59,9 @@ class AsyncReader:
         device = row[0].device
         if capturing(device):
             return
-        slot = self._free.pop() if self._free else _Slot(device, self._width)
-        if slot.device != device:
+        if self._free and self._free[-1].device != device:
             self._free.clear()
-            slot = _Slot(device, self._width)
+        slot = self._free.pop() if self._free else _Slot(device, self._width)
         for target, source in zip(slot.targets, row, strict=True):
             target.copy_(source, non_blocking=True)
         if slot.passed is not None:
@@ -74,11 +73,10 @@ class AsyncReader:
         arrived = []
         while self._queue:
             slot = self._queue[0]
-            if slot.passed is not None:
-                if wait:
-                    slot.passed.synchronize()
-                elif not slot.passed.query():
-                    break
+            if slot.passed is not None and wait:
+                slot.passed.synchronize()
+            elif slot.passed is not None and not slot.passed.query():
+                break
             self._queue.popleft()
             arrived.append(tuple(slot.numbers))
             self._free.append(slot)

@@ -248,15 +248,13 @@ def settle(weight: torch.Tensor | None = None, *, refresh: bool = True) -> None:
 def master_of(param: torch.Tensor) -> torch.Tensor | None:
     """The fp32 value of a parameter's master; None if it has none."""
     settle(param)
-    master = find_master(param)
-    return None if master is None else master.read().detach()
+    return None if (master := find_master(param)) is None else master.read().detach()
 
 
 def write_master(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
     """Set the master of a parameter. Returns what to write to the parameter itself; None if it has no master."""
     settle(param)
-    master = find_master(param)
-    return None if master is None else master.write(value)
+    return None if (master := find_master(param)) is None else master.write(value)
 
 
 def _fp32_like(weight: torch.Tensor, master: Master | None) -> torch.Tensor:

@@ -39,7 +39,6 @@ import torch
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.torch_compat import HAS_GRAD_DTYPE, is_view
 from ..kernels import multi_tensor
-from ..kernels.multi_tensor import TensorGroupsCache
 from ..kernels.shards import local
 from .table import OptimizerTable, Slot, record_of, reduced_params
 from .unscale import Unscaler, reciprocal, widened
@@ -114,9 +113,6 @@ class Gradients:
         self.has_saved = False
         self._pending: list[Slot] = []  # had no gradient in their place when the block was opened
         self._unscaler = Unscaler()
-        self._clipper = Unscaler()
-        self._checker = Unscaler()
-        self._groups = TensorGroupsCache()
 
     # ---- around a backward pass
 
@@ -270,7 +266,7 @@ class Gradients:
             owners = [slot.param for slot in again]
             grads: list[torch.Tensor] = [param.grad for param in owners]  # type: ignore[misc]
             sums = [slot.grad.saved.float() for slot in again]  # type: ignore[union-attr]
-            groups = self._groups.get("again", owners, grads, sums)
+            groups = self._unscaler.get("again", owners, grads, sums)
             multi_tensor.unscale_into(grads, sums, inv_scale, found_inf, accumulate=True, groups=groups)
             for slot, total in zip(again, sums, strict=True):
                 slot.grad.saved = None
@@ -286,7 +282,7 @@ class Gradients:
                 torch.empty_like(grad, dtype=torch.float32) if id(param) in first else grad
                 for param, grad in zip(params, grads, strict=True)
             ]
-            groups = self._groups.get("first", params, grads, targets)
+            groups = self._unscaler.get("first", params, grads, targets)
             multi_tensor.unscale_into(grads, targets, inv_scale, found_inf, accumulate=False, groups=groups)
             set_grads(first.values(), [t for param, t in zip(params, targets, strict=True) if id(param) in first])
 
@@ -315,11 +311,11 @@ class Gradients:
         Returns:
             0-dim float32 tensor, 1.0 if one does; None if there are no gradients.
         """
-        grads = self._checker.gather(self.table.params)
+        grads = self._unscaler.gather(self.table.params)
         if not grads:
             return None
         found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device)
-        self._checker.unscale(grads, torch.ones_like(found_inf), found_inf)
+        self._unscaler.unscale(grads, torch.ones_like(found_inf), found_inf, groups_of="check")
         for grad in map(local, grads):
             grad.masked_fill_((found_inf != 0).to(grad.device, non_blocking=True), 0.0)
         return found_inf
@@ -330,10 +326,9 @@ class Gradients:
         Returns:
             True if unscaling is left to the step, which does it in fp32.
         """
-        params = self.table.params
-        if step_checks and any(p.grad is not None and is_half(p.grad) for p in params):
+        if step_checks and any(p.grad is not None and is_half(p.grad) for p in self.table.params):
             return True
-        grads = self._unscaler.gather(params)
+        grads = self._unscaler.gather(self.table.params)
         left = any(grad.dtype in HALF_DTYPES for grad in grads)
         self._unscaler.unscale(grads, torch.ones_like(scale) if left else reciprocal(scale), found_inf)
         return left
@@ -341,7 +336,7 @@ class Gradients:
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip unscaled gradients to a total norm; see ``Unscaler.clip``."""
         widen([slot.param for slot in self.table.slots if slot.fp32])
-        return self._clipper.clip(self.table.params, max_norm, norm_type)
+        return self._unscaler.clip(self.table.params, max_norm, norm_type)
 
     def unscale_and_clip(
         self, params: Sequence[torch.Tensor], scale: torch.Tensor, found_inf: torch.Tensor, max_norm: float

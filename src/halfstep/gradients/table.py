@@ -88,10 +88,7 @@ _RECORDS: MutableMapping[torch.Tensor, GradRecord] = WeakIdKeyDictionary()
 
 def record_of(param: torch.Tensor) -> GradRecord:
     """The record of a parameter's gradient; it lives as long as the parameter."""
-    found = _RECORDS.get(param)
-    if found is None:
-        found = _RECORDS[param] = GradRecord()
-    return found
+    return _RECORDS.get(param) or _RECORDS.setdefault(param, GradRecord())
 
 
 class Master:

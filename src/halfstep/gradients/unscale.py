@@ -40,11 +40,11 @@ def dense_view(grad: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(values) if values.is_complex() else values
 
 
-class Unscaler:
+class Unscaler(TensorGroupsCache):
     """The unscaling of one list of parameters, which keeps the groups of their gradients between steps."""
 
     def __init__(self) -> None:
-        self._cache = TensorGroupsCache()
+        super().__init__()
         self._owners: list[torch.Tensor] = []  # the parameters of the latest ``gather`` that had gradients
 
     def gather(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -80,7 +80,7 @@ class Unscaler:
         grads = self.gather(params)
         if not grads:
             return torch.zeros((), dtype=torch.float32, device="cpu")
-        groups = self._cache.get("grads", self._owners, grads)
+        groups = self.get("clip", self._owners, grads)
         norm = multi_tensor.norm(grads, norm_type, groups=groups)
         multi_tensor.scale_(grads, clip_factor(norm, max_norm), groups=groups)
         return norm
@@ -102,20 +102,23 @@ class Unscaler:
         """
         if not grads:
             return torch.zeros_like(found_inf)
-        groups = self._cache.get("grads", self._owners, grads)
+        groups = self.get("grads", self._owners, grads)
         norm = multi_tensor.norm(grads, groups=groups).to(found_inf.device) * inv_scale
         found_inf.logical_or_(norm.isfinite().logical_not_())
         multi_tensor.scale_(grads, inv_scale * clip_factor(norm, max_norm), groups=groups)
         return norm
 
-    def unscale(self, grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    def unscale(
+        self, grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor, *, groups_of: str = "grads"
+    ) -> None:
         """Multiply gradients by ``inv_scale`` in place, in fp32 arithmetic.
 
         Args:
             grads: the result of the latest ``gather``.
             inv_scale: 0-dim float32 tensor on any device.
             found_inf: 0-dim float32 tensor on any device, set to 1.0 if a gradient holds inf or NaN.
+            groups_of: a name for gradients that always have the same dtypes at the same parameters.
         """
         if grads:
-            groups = self._cache.get("grads", self._owners, grads)
+            groups = self.get(groups_of, self._owners, grads)
             multi_tensor.unscale_(grads, inv_scale, found_inf, groups=groups)

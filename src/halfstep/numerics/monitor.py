@@ -229,13 +229,13 @@ class Monitor:
         """Receive the start of a step of an optimizer under ``amp``."""
         if attached.optimizer is self._optimizer:
             self._stepping, self._attached = True, attached
-            self._begin_update(attached.stepping.grad_scale)
+            self._begin_update(attached.grad_scale)
 
     def after_step(self, attached: AttachedOptimizer) -> None:
         """Receive the end of a step, taken or skipped."""
         if attached.optimizer is self._optimizer:
             self._stepping = False
-            self._end_update(attached.stepping.was_skipped)
+            self._end_update(attached.was_skipped)
 
     def _before_plain_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._observed(optimizer):

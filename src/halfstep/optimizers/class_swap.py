@@ -31,17 +31,16 @@ def rebase(optimizer: Any, base: type, attached: Any = None) -> None:
     if attached is None:
         optimizer.__class__ = base
         wrap_step(optimizer)  # the first of its class may be this one
-        if before is not None and before.stepping.instance_step is not None:
-            optimizer.step = before.stepping.instance_step
+        if before is not None and before.instance_step is not None:
+            optimizer.step = before.instance_step
         elif counted or (before is not None and any("initial_lr" in group for group in optimizer.param_groups)):
             _count_steps(optimizer)
         return
-    stepping = attached.stepping
     if before is None:
         step = vars(optimizer).pop("step", None)
-        stepping.instance_step = None if counted else step
-    stepping.original_step, hooked = _unhooked(base)
-    stepping.hooked = hooked and stepping.instance_step is None  # a step on the instance runs torch's hooks itself
+        attached.instance_step = None if counted else step
+    attached.original_step, hooked = _unhooked(base)
+    attached.hooked = hooked and attached.instance_step is None  # a step on the instance runs torch's hooks itself
     optimizer.__class__ = attached.class_over(base)
     optimizer._amp_stash = attached
 

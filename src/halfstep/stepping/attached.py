@@ -8,10 +8,12 @@ the model's parameters, and its state is keyed by them.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import lru_cache, partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -22,6 +24,7 @@ from ..casting.scope import NO_CASTING, active_casting
 from ..core.errors import UsageError
 from ..core.inner_optimizers import bare
 from ..core.torch_compat import dispatch_mode_count, has_step_hooks
+from ..gradients.held_masters import WITH_MEMORY, settle
 from ..gradients.table import REDUCTIONS
 from ..masters.keeper import MasterKeeper
 from ..optimizers.base import FusedOptimizer
@@ -29,9 +32,9 @@ from ..optimizers.class_swap import rebase
 from ..optimizers.fuse import OfTorch, fused_base, unfuse
 from ..optimizers.param_rows import SparseGradient
 from .backward import UNSAFE, WINDOWS, Window, WindowState, any_overflow
+from .closure import ClosureOverflowed, guarded
 from .dynamic_class import add_names_of_apex, class_over
-from .replaced import ReplacedParameters
-from .step import ClosureOverflowed, Stepping, guarded
+from .replaced import ReplacedParameters, registered
 
 __all__ = [
     "AttachedOptimizer",
@@ -41,9 +44,13 @@ __all__ = [
     "creation_callbacks",
     "observers",
     "share_overflows",
+    "skipped_steps",
 ]
 
 logger = logging.getLogger("halfstep")
+
+
+_LOOKS = 3  # the steps in which the models are looked at in any case
 
 
 def attached_to(optimizer: object) -> AttachedOptimizer | None:
@@ -74,6 +81,16 @@ def attach(optimizer: torch.optim.Optimizer, *, fused: bool = False, **options: 
     attached = AttachedOptimizer(optimizer, base=fused_base(optimizer) if fused else type(optimizer), **options)
     WINDOWS[attached.window] = None
     return attached
+
+
+def skipped_steps(counts: dict[str, Any]) -> int:
+    """How many of the steps in the ``counts`` of an ``AttachedOptimizer`` were skipped. Reads the device."""
+    return int(counts["skipped"]) + int(counts.get("on device", 0))
+
+
+@lru_cache(64)
+def _wants_scaler(step: Callable[..., Any]) -> bool:
+    return "grad_scaler" in inspect.signature(step).parameters
 
 
 def share_overflows(attached: Sequence[AttachedOptimizer]) -> None:
@@ -107,7 +124,7 @@ creation_callbacks: list[Callable[[AttachedOptimizer], None]] = []
 def _run_hooked(optimizer: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
     """Take the step of an attached optimizer with torch's hooks around it: none runs for a step that the host skips."""
     attached = optimizer._amp_stash
-    return attached.stepping.take(closure, args, kwargs, attached.keeper)
+    return attached._take(closure, args, kwargs)
 
 
 class AttachedOptimizer:
@@ -120,12 +137,19 @@ class AttachedOptimizer:
         masters, originals, own: see ``MasterKeeper``.
         models: those that it trains, if they are known.
         verbose: whether to log what is skipped.
+        delegates_to_outer: True if another attached optimizer contains this optimizer and sends the messages to ranks.
 
     Attributes:
-        keeper: its masters, whoever keeps them.
-        window: its backward passes since the last step.
-        stepping: how it steps.
+        window: its backward passes since the last step; its ``keeper`` has the masters.
+        replaced: the parameters that were replaced in the models.
         session: whoever attached it may leave its own state here.
+        original_step: the step of the class that the optimizer had before it was attached, without torch's hooks; None
+            if it was not. Bound to the optimizer, this would keep it alive until the garbage collector runs.
+        instance_step: a ``step`` that was put on the instance before; it is taken instead.
+        hooked: True if torch's hooks run around a step.
+        counts: how many steps were taken or skipped ("calls"), how many of them were skipped by the host ("skipped"),
+            and on the device ("on device", a 0-dim tensor). It holds nothing else of the optimizer.
+        grad_scale: by what a step that takes flags divides its gradients; None if they are unscaled.
     """
 
     class_over = staticmethod(class_over)
@@ -142,14 +166,22 @@ class AttachedOptimizer:
         own: bool = True,
         models: Iterable[torch.nn.Module] = (),
         verbose: bool = True,
+        delegates_to_outer: bool = False,
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self.stepping = Stepping(optimizer)
+        self.original_step: Callable[..., Any] | None = None
+        self.instance_step: Callable[..., Any] | None = None
+        self.hooked = False
+        self.counts: dict[str, Any] = {"calls": 0, "skipped": 0}
+        self.grad_scale: torch.Tensor | None = None
+        self._found_inf: torch.Tensor | None = None  # for the step that begins: if it is not 0, nothing changes
+        self._latest: torch.Tensor | bool = False  # whether the latest step was skipped
         if base is not None:
             rebase(optimizer, base, self)
-        self.keeper = MasterKeeper(optimizer, masters, originals, own=own)
-        self.window = Window(self.keeper)
-        self.window.replaced = ReplacedParameters(tuple(map(weakref.ref, models)))
+        self.window = Window(
+            MasterKeeper(optimizer, masters, originals, own=own), delegates_to_outer=delegates_to_outer
+        )
+        self.replaced = ReplacedParameters(tuple(map(weakref.ref, models)))
+        self.window.subscribers += [self.replaced] if self.replaced.models else []
         self.session: Any = None
         self.verbose = verbose
         for callback in creation_callbacks:
@@ -158,9 +190,29 @@ class AttachedOptimizer:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer, which this must not outlive."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        return optimizer
+        return self.window.keeper.table.optimizer()  # type: ignore[no-any-return]
+
+    @property
+    def keeper(self) -> MasterKeeper:
+        """The masters."""
+        return self.window.keeper
+
+    @property
+    def takes_flags(self) -> bool:
+        """True if the step reads ``optimizer.found_inf`` on the device, by torch's contract for scalers.
+
+        In torch's older contract ``step`` gets the scaler itself; such an optimizer reads no flags.
+        """
+        optimizer = self.window.keeper.table.optimizer()
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return False
+        return not _wants_scaler(self.original_step or type(optimizer).step)
+
+    @property
+    def was_skipped(self) -> torch.Tensor:
+        """Whether the latest step was skipped, as a 0-dim bool tensor; only looking at its value reads the device."""
+        latest = self._latest
+        return latest != 0 if isinstance(latest, torch.Tensor) else torch.tensor(latest, dtype=torch.bool, device="cpu")
 
     def unscale_late(self, scale: torch.Tensor, found_inf: torch.Tensor) -> None:
         """Leave it to a fused step to unscale gradients where that loses less: where they have 16 bits.
@@ -169,19 +221,14 @@ class AttachedOptimizer:
             scale: 0-dim tensor that the gradients are multiplied by.
             found_inf: 0-dim float32 tensor, set to 1.0 if one holds inf or NaN, unless the step sees that in time.
         """
-        if self.window.gradients.unscale_or_check(scale, found_inf, step_checks=self._step_checks()):
-            self.stepping.grad_scale = scale
-
-    def _step_checks(self) -> bool:
-        """Whether the next step finds inf and NaN early enough: nobody asks before it.
-
-        Other processes would. So may torch's own optimizers, which can go on without their fused step.
-        """
-        optimizer = self.optimizer
-        if not isinstance(optimizer, FusedOptimizer) or isinstance(optimizer, OfTorch):
-            return False
-        asked = self.window.records or observers or (dist.is_available() and dist.is_initialized())
-        return optimizer.checks_gradients and not asked
+        optimizer: Any = self.optimizer
+        # Whether the step looks early enough: nothing asks before it. Other processes would, and so may torch's own
+        # optimizers, which can go on without their fused step.
+        checks = isinstance(optimizer, FusedOptimizer) and not isinstance(optimizer, OfTorch)
+        checks = checks and not (self.window.records or observers or (dist.is_available() and dist.is_initialized()))
+        checks = checks and optimizer.checks_gradients
+        if self.window.keeper.gradients.unscale_or_check(scale, found_inf, step_checks=checks):
+            self.grad_scale = scale
 
     # ---- the step
 
@@ -194,25 +241,23 @@ class AttachedOptimizer:
             kwargs: further keyword arguments of the step.
             skips: True if it is known that the step is skipped.
         """
-        window, scaling = self.window, self.window.scaling
+        window = self.window
         if window.state in UNSAFE and window.is_open():
             raise UsageError(
                 f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "
                 "still multiplied by the loss scale. Dedent it: they are unscaled when the block is left. In hooks "
                 "of a backward pass use attach(model, release=True) instead; in bfloat16 leave out the block."
             )
-        scales = not all(scaler.neutral for scaler in scaling.expected)
-        if scales and closure is None and not skips and scaling.judged is not scaling.scaled:
-            window.check_scaling()
+        for subscriber in [] if skips or closure is not None else list(window.subscribers):
+            subscriber.stepping(window)
         for observer in observers:
             observer.before_step(self)
         result = self._skip() if skips else self._step(closure, args, kwargs)
-        self.stepping.calls += 1
+        self.counts["calls"] += 1
         for observer in observers:
             observer.after_step(self)
-        window.scales.clear()
-        if scales and closure is not None and scaling.judged is not scaling.scaled:
-            window.check_scaling()
+        for subscriber in [] if skips else list(window.subscribers):
+            subscriber.stepped(window)
         return result
 
     def call(self, optimizer: Any, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -225,20 +270,25 @@ class AttachedOptimizer:
             **kwargs: further keyword arguments of the step.
         """
         window = self.window
-        if closure is None and window.records and not self.stepping.takes_flags:
+        if closure is None and window.records and not self.takes_flags:
             if any_overflow(window.take_records()).item():
                 return self.step(None, args, kwargs, skips=True)
             window.state = WindowState.IDLE
-        if getattr(self._optimizer(), "_amp_stash", None) is not self:
+        if getattr(window.keeper.table.optimizer(), "_amp_stash", None) is not self:
             return self.step(closure, args, kwargs)
         step = optimizer.step
         return step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
 
     def _step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
-        window, keeper, optimizer = self.window, self.keeper, self._optimizer()
-        assert optimizer is not None
-        if window.replaced.models:
-            window.replaced.refuse(optimizer)
+        window, keeper = self.window, self.window.keeper
+        optimizer = keeper.table.optimizer()
+        # What prevents a silently wrong step is called here, by name: no subscriber, because it must not be left out.
+        replaced = self.replaced
+        if replaced.models:
+            grads = [id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            seen = min(self.counts["calls"], _LOOKS - 1), registered[0], grads
+            if seen != replaced.seen or replaced.new:
+                replaced.refuse(optimizer, seen)
         if window.known is not None:
             window.drop_brought()
         records = window.take_records(agreed=closure is None) if window.records or REDUCTIONS else []
@@ -249,33 +299,79 @@ class AttachedOptimizer:
                 found_inf = window.settle()
             # A hook must not run for a step that is skipped. On a CPU the host looks, which costs nothing; on another
             # device it would wait, and a hook asks ``optimizer.step_was_skipped``.
-            tells = self.stepping.hooked and found_inf is not None and found_inf.is_cpu and has_step_hooks(optimizer)
+            tells = self.hooked and found_inf is not None and found_inf.is_cpu and has_step_hooks(optimizer)
             tells = tells and not dispatch_mode_count()
-            if found_inf is not None and (closure is not None or tells or not self.stepping.takes_flags):
+            if found_inf is not None and (closure is not None or tells or not self.takes_flags):
                 if found_inf.item():
                     return self._skip()
                 found_inf, window.state = None, WindowState.IDLE
             if closure is not None:
-                name = type(optimizer).__name__
-                closure = guarded(closure, keeper, casting, window.take_records, name, self.verbose)
-            self.stepping.found_inf = found_inf
+                closure = guarded(closure, window, casting, self.verbose)
+            self._found_inf = found_inf
             try:
-                if self.stepping.hooked:
+                if self.hooked:
                     return _run_hooked(optimizer, *([] if closure is None else [closure]), *args, **kwargs)
-                return self.stepping.take(closure, args, kwargs, keeper)
+                return self._take(closure, args, kwargs)
             except ClosureOverflowed:
-                return self.stepping.skip()
+                return self._skip()
             except SparseGradient:
                 if not (keeper.any and isinstance(optimizer, OfTorch)):
                     raise
                 returned = self._step_unfused(found_inf, args, kwargs)
                 return returned if closure is None else vars(closure)["loss"]
 
+    def _take(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
+        """Take the step, once it is decided that it is not skipped, with masters in their places."""
+        keeper = self.window.keeper
+        optimizer: Any = keeper.table.optimizer()
+        found_inf, self._found_inf = self._found_inf, None
+        step: Any = self.instance_step
+        if step is None:
+            step = optimizer.step if self.original_step is None else partial(self.original_step, optimizer)
+        self._latest = False
+        flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf
+        torch_sgd = isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, FusedOptimizer)
+        plain = keeper.plain
+        held = plain is not None or closure is not None or bool(WITH_MEMORY)
+        with keeper.in_place() if held else nullcontext():
+            if flag is not None and torch_sgd and not _start_momentum(optimizer) and flag.item():
+                return self._skip()
+            scale, self.grad_scale = self.grad_scale, None
+            others: dict[str, Any] = {}
+            if found_inf is not None:
+                # Another scaler, around a block, deletes its own after the step.
+                given = getattr(optimizer, "grad_scale", None)
+                names = ("grad_scale", "found_inf")
+                others = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
+                optimizer.grad_scale = given if scale is None else scale if given is None else scale * given
+                optimizer.found_inf = found_inf
+            try:
+                returned = step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
+                if closure is None and plain is not None:
+                    defined = self.original_step or type(optimizer).step
+                    if defined.__module__.partition(".")[0] not in ("torch", "halfstep"):
+                        plain.step_writes.check(optimizer)
+            finally:
+                if found_inf is not None:
+                    del optimizer.grad_scale, optimizer.found_inf
+                    vars(optimizer).update(others)
+        if WITH_MEMORY and not held:
+            settle()  # the step itself has read some
+        flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf  # a scaler sets it in the step
+        if flag is not None:
+            self._latest = flag
+            if "on device" not in self.counts:
+                self.counts["on device"] = torch.zeros_like(flag)
+            self.counts["on device"].add_(flag)  # in place, so that a captured step goes on counting
+        return returned
+
     def _skip(self) -> Any:
+        """Do not step."""
         release = self.window.release
         if release is not None:
             release.end_step()
-        return self.stepping.skip()
+        self.counts["skipped"] += 1
+        self._latest, self.grad_scale = True, None
 
     def _step_unfused(self, found_inf: torch.Tensor | None, args: Any, kwargs: Any) -> Any:
         """Go on with torch's own step, which takes sparse gradients, on plain masters."""
@@ -285,14 +381,18 @@ class AttachedOptimizer:
         self.keeper.keep_plain({id(param): value for param, value in started})
         # Unlike the fused step, torch's own does not read flags on the device.
         if found_inf is not None and found_inf.item():
-            return self.stepping.skip()
-        with self.stepping.flags_taken() as (scale, overflowed):
-            if overflowed is not None and overflowed.item():
-                return self.stepping.skip()
-            if scale is not None:
+            return self._skip()
+        here = vars(optimizer)  # another scaler may have left its flags
+        given = {name: here.pop(name) for name in ("grad_scale", "found_inf") if name in here}
+        try:
+            if given.get("found_inf") is not None and given["found_inf"].item():
+                return self._skip()
+            if given.get("grad_scale") is not None:
                 found = torch.zeros((), dtype=torch.float32, device=self.window.device)
-                self.window.gradients.finish(scale, found)
+                self.window.keeper.gradients.finish(given["grad_scale"], found)
             return self._step(None, args, kwargs)
+        finally:
+            here.update(given)
 
     # ---- copies
 
@@ -304,6 +404,27 @@ class AttachedOptimizer:
             state: what its ``__getstate__`` returns.
         """
         return _rebuild, (base, state, self.keeper.any, self.keeper.started(), self.verbose, self.session)
+
+
+def _start_momentum(optimizer: torch.optim.SGD) -> bool:
+    """Give torch's fused SGD momentum of zeros; False if it must not see a flag before its first step is taken.
+
+    Its first step allocates momentum without values, and leaves it so where the flag says to skip: later steps go on
+    from uninitialised memory (as of torch 2.13). Zeros are what its first step starts from, but for dampening, which
+    the first step leaves out.
+    """
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"] != 0:
+            unset = [
+                p
+                for p in group["params"]
+                if p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
+            ]
+            if unset and group["dampening"] != 0:
+                return False
+            for param in unset:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
+    return True
 
 
 add_names_of_apex(

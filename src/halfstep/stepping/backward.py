@@ -23,18 +23,18 @@ from ..gradients.loss_scaler import DeviceLossScaler
 from ..gradients.table import REDUCTIONS, Slot
 from ..masters.keeper import MasterKeeper
 from ..optimizers.release import GradientRelease
-from .diagnosis import first_bad_gradient
-from .replaced import ReplacedParameters
-from .scaling_checks import ScalingChecks
+from .diagnosis import ClippedGradients, first_bad_gradient
 
 __all__ = [
     "UNSAFE",
     "WINDOWS",
+    "Subscriber",
     "Window",
     "WindowState",
     "any_overflow",
-    "note_pass",
+    "blame",
     "reachable",
+    "record_pass",
     "sync_overflow",
 ]
 
@@ -54,10 +54,15 @@ class WindowState(Enum):
                                                    v        |
                                                  SCALED ----+
         step of gradients with an overflow, or whose overflow only the device knows: DIRTY --begin, zero_grad--> IDLE
+        a block of other optimizers:    each but OPEN -----> REACHED -----> FINISHING -----> READY, or SCALED as before
+                                        (nothing was brought: REACHED ---------------------> READY, or SCALED as before)
+        a GradScaler:   each without an open block -----> FINISHING -----> READY
 
     - **OPEN**: gradients are multiplied by the loss scale; what was there before is set aside. An optimizer never
       steps. A second ``begin`` is an error, unless the block is gone: then an interrupt came before its exit, and the
       pass is abandoned.
+    - **REACHED**: as OPEN, by a block of other optimizers, whose pass may reach parameters of this one, too. A block of
+      this optimizer ends it.
     - **FINISHING**: gradients are unscaled in part, or inf without a record of it. After an interrupt they are dropped.
       A GradScaler begins here where it unscales, from any state without an open block: its passes have been.
     - **READY**: the next step may use the gradients.
@@ -69,14 +74,42 @@ class WindowState(Enum):
 
     IDLE = "idle"
     OPEN = "open"
+    REACHED = "reached"
     FINISHING = "finishing"
     READY = "ready"
     SCALED = "scaled"
     DIRTY = "dirty"
 
 
-UNSAFE = (WindowState.OPEN, WindowState.FINISHING)
+UNSAFE = (WindowState.OPEN, WindowState.REACHED, WindowState.FINISHING)
 """The states in which gradients are in the middle of something."""
+
+
+class Subscriber:
+    """Looks at the passes and steps of one optimizer, and changes none of their values: a warning, a finding, a report.
+
+    Each method is an event of the window that has it in ``subscribers``. One that has nothing to look at any more takes
+    itself out, so that a settled training calls none. One that raises leaves no block open: the pass is abandoned. An
+    error that prevents a silently wrong step is no subscriber: the engine calls it itself.
+    """
+
+    def opened(self, window: Window) -> None:
+        """A block is opened for a pass of the optimizer. Nothing has changed yet."""
+
+    def closed(self, window: Window, scaler: DeviceLossScaler, scale: torch.Tensor) -> None:
+        """A scaled pass is over; its gradients are there, and still multiplied by ``scale``.
+
+        Args:
+            window: the window of the optimizer.
+            scaler: the loss scale that ``scale`` is the value of.
+            scale: 0-dim tensor.
+        """
+
+    def stepping(self, window: Window) -> None:
+        """The optimizer is about to step, without a closure."""
+
+    def stepped(self, window: Window) -> None:
+        """The optimizer has stepped, or skipped its step on the device."""
 
 
 class Window:
@@ -84,38 +117,36 @@ class Window:
 
     Args:
         keeper: its masters, which know the optimizer.
+        delegates_to_outer: True if another attached optimizer contains this optimizer and sends the messages to ranks.
 
     Attributes:
-        keeper: as given; ``gradients`` are those that it knows of.
-        ranks: what it knows about other processes.
+        keeper, delegates_to_outer: as given.
         records: one for each pass; the next step asks them whether gradients overflowed.
-        scales: what the losses since the last step were multiplied by, 0-dim tensors, by the loss scale they came from.
-        replaced: the parameters of the models that it trains, where these are known.
         sharing: weak references to the windows of other optimizers that share a parameter with this one.
         state: how far the passes are.
         thread: the thread that uses the optimizer.
-        scaling: the warnings about gradients that went past the loss scale.
+        subscribers: what looks at the passes and steps.
+        clipped: looks for gradients that were clipped before they are unscaled, which may begin in any step; None
+            before the first scaled pass.
         known: the generation of the table at the latest look for parameters that have come; None before the first
             scaled pass.
         scale: what the loss of the present pass, or of the latest, was multiplied by, a 0-dim tensor; None for none.
     """
 
-    def __init__(self, keeper: MasterKeeper) -> None:
-        self._optimizer = weakref.ref(keeper.optimizer)
+    ranks = RankSync()
+    """What it knows about other processes; of its own as soon as there are wrappers."""
+
+    def __init__(self, keeper: MasterKeeper, *, delegates_to_outer: bool = False) -> None:
         self.keeper = keeper
-        self.gradients = keeper.gradients
-        self.ranks = RankSync()
+        self.delegates_to_outer = delegates_to_outer
         self.records: list[BackwardRecord] = []
-        self.scales: dict[DeviceLossScaler, torch.Tensor] = {}
-        self.replaced = ReplacedParameters(())
         self.sharing: tuple[weakref.ref[Window], ...] = ()
         self.state = WindowState.IDLE
-        self.scaling = ScalingChecks()
+        self.subscribers: list[Subscriber] = []
+        self.clipped: ClippedGradients | None = None
         self.scale: torch.Tensor | None = None
         # The open block. Nobody but its `with` statement holds it: it is gone if an interrupt came before its exit.
         self._block: weakref.ref[Any] | None = None
-        self._before = WindowState.IDLE  # when the block was opened
-        self._named = True  # False while a block of other optimizers is open
         self.thread = get_ident()
         self._mixes = False  # the open pass changes gradients of earlier passes, so that an interrupt loses these, too
         self._release: GradientRelease | None = None  # of the open pass
@@ -124,7 +155,7 @@ class Window:
     @property
     def release(self) -> GradientRelease | None:
         """What steps the parameters inside of backward passes, if something does."""
-        found = getattr(self._optimizer(), "release", None)
+        found = getattr(self.keeper.table.optimizer(), "release", None)
         return found if isinstance(found, GradientRelease) else None
 
     def params(self) -> list[torch.Tensor]:
@@ -144,7 +175,7 @@ class Window:
 
     def close(self, state: WindowState = WindowState.READY) -> None:
         """The gradients are unscaled, and their overflow is noted."""
-        self._block, self._mixes, self.state, self._named = None, False, state, True
+        self._block, self._mixes, self.state = None, False, state
 
     def is_open(self) -> bool:
         """True if a block is open. A pass that an interrupt, such as Ctrl-C, has left half done is abandoned."""
@@ -176,16 +207,18 @@ class Window:
         Raises:
             UsageError: if a block is open already, or if the model was cut after its optimizer was attached.
         """
-        if not self._named and (open_block := self.block) is not None:
+        # Refuse by state.
+        if self.state is WindowState.REACHED and (open_block := self.block) is not None:
             open_block.finish_reached(self)
         if self.state in UNSAFE:
             self._refuse_open()
         self.scale = scale
-        if named and self.replaced.unseen:
-            self.replaced.refuse_cut(self.keeper.optimizer)
+        for subscriber in list(self.subscribers) if named else ():
+            subscriber.opened(self)
         release = self._release = self.release
         if release is not None and named:
             release.refuse_block()
+        # Refresh: what has come since the last pass, and what has gone.
         if self.state is WindowState.DIRTY:
             self.settle()
         table = self.keeper.table
@@ -199,23 +232,23 @@ class Window:
         if not alone:
             self._find_wrappers(params)
             scale = self.ranks.gradient_scale(scale)
+            self.ranks.abandon_plain()
         gone = release is None or not release.has_stepped
         if gone and self.records and not self.ranks.reductions and all(param.grad is None for param in params):
             self.records = [record for record in self.records if record.scaler is None]  # of gradients that are gone
-        self.thread, self._before, self._named = get_ident(), self.state, named
+        # Set aside. Release and ranks change gradients, and their order matters: they are called here, by name.
+        self.thread = get_ident()
         self._mixes = self.state is WindowState.SCALED and release is None and not self.ranks.will_sync and named
         if release is not None:
             release.begin(params, scale, guard)
-        self._block, self.state = weakref.ref(block), WindowState.OPEN
+        self._block, self.state = weakref.ref(block), WindowState.OPEN if named else WindowState.REACHED
         stay = list if self._mixes else None if alone else self._averaged_next
-        if not alone:
-            self.ranks.abandon_plain()
-        self.gradients.begin(scale, block, stay)
+        self.keeper.gradients.begin(scale, block, stay)
         if not alone:
             self.ranks.begin_backward(scale, table.slots)
 
     def begin_plain(self, scaler: object, found_inf: torch.Tensor) -> None:
-        """Begin to unscale what passes without a block have brought: ``finish`` and ``note_pass`` follow.
+        """Begin to unscale what passes without a block have brought: ``finish`` and ``record_pass`` follow.
 
         The table is to be up to date.
 
@@ -235,26 +268,27 @@ class Window:
 
     def _refuse_open(self) -> None:
         if self.is_open():
+            name = type(self.keeper.table.optimizer()).__name__
             raise UsageError(
-                f"A scale_loss block of this {type(self._optimizer()).__name__} is open already, and two backward "
+                f"A scale_loss block of this {name} is open already, and two backward "
                 "passes at two scales would mix. Close the first block before the second; gradients add up across "
                 "blocks."
             )
 
-    def finish_reached(self, scaler: DeviceLossScaler, scale: torch.Tensor) -> None:
-        """After ``begin(named=False)`` and the pass: unscale what it brought here, if it brought anything.
+    def finish_reached(self, scaler: DeviceLossScaler, scale: torch.Tensor, before: WindowState) -> None:
+        """After ``begin(named=False)`` in state ``before``, and the pass: unscale what it brought here, if anything.
 
         An overflow is noted for this optimizer alone, whose ``zero_grad`` clears it: it skips no step of the optimizers
         that the block belongs to. With wrappers the record is made in any case, because all ranks must send alike.
         """
-        if not (self.gradients.arrived() or self.ranks.reductions):
-            self.abandon(self._before)
+        after = before if before is WindowState.SCALED else WindowState.READY
+        if not (self.keeper.gradients.arrived() or self.ranks.reductions):
+            self.abandon(after)
             return
-        before, found_inf = self._before, torch.zeros_like(scale, dtype=torch.float32)
-        self.finish(scale, found_inf)
-        note_pass([self], found_inf)
-        self.scales[scaler] = scale
-        self.close(before if before is WindowState.SCALED else WindowState.READY)
+        found_inf = torch.zeros_like(scale, dtype=torch.float32)
+        self.finish(scale, found_inf, scaler)
+        record_pass([self], found_inf)
+        self.close(after)
 
     def settle(self) -> torch.Tensor | None:
         """Clear the gradients of a skipped step if they are still there, so that no later step takes them.
@@ -267,7 +301,7 @@ class Window:
         """
         self.state = WindowState.IDLE
         self.keeper.table.refresh()
-        return self.gradients.clear_overflow()
+        return self.keeper.gradients.clear_overflow()
 
     def drop_brought(self) -> None:
         """Drop the gradients that parameters brought with them when they came to the optimizer after a scaled pass.
@@ -284,7 +318,7 @@ class Window:
             return
         for param in brought:
             param.grad = None
-        name = type(self._optimizer()).__name__
+        name = type(self.keeper.table.optimizer()).__name__
         warnings.warn(
             f"{counted(len(brought), 'parameter')} had gradients when added to this {name}, and these "
             "were dropped. Backward passes have multiplied them by the loss scale, and only gradients of parameters in "
@@ -302,49 +336,64 @@ class Window:
         """
         params = self.params()
         lost = self.ranks.abandon_backward() or self._mixes
-        if self.state is WindowState.OPEN:
-            self.gradients.restore()
+        if self.state is not WindowState.FINISHING:
+            self.keeper.gradients.restore()
         else:
-            self.gradients.forget()
+            self.keeper.gradients.forget()
             for param in params:
                 param.grad = None
         if self.release is not None:
             self.release.abandon()
         if lost:
             found_inf = torch.ones((), dtype=torch.float32, device=self.device)
-            note_pass([self], found_inf)
+            record_pass([self], found_inf)
         self.close(state)
 
+    def tell_closed(self, scaler: DeviceLossScaler, scale: torch.Tensor) -> None:
+        """Tell the subscribers that a pass is over; see ``Subscriber.closed``."""
+        for each in list(self.subscribers):
+            each.closed(self, scaler, scale)
+
     def finish(
-        self, scale: torch.Tensor | None, found_inf: torch.Tensor, *, plain: bool = False, done: Collection[int] = ()
+        self,
+        scale: torch.Tensor | None,
+        found_inf: torch.Tensor,
+        scaler: DeviceLossScaler,
+        *,
+        plain: bool = False,
+        done: Collection[int] = (),
     ) -> bool:
         """After ``begin`` and the backward pass: unscale what it brought and add what was set aside.
 
-        Until ``note_pass`` or ``close`` an interrupt drops the gradients: they may be unscaled in part, or inf without
-        a record.
+        Until ``record_pass`` or ``close`` an interrupt drops the gradients: they may be unscaled in part, or inf
+        without a record.
 
         Args:
             scale: as given to ``begin``. Without ``begin``, what the gradients that are there are multiplied by.
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN.
+            scaler: the loss scale, for the subscribers.
             plain: True after ``begin_plain``. Wrappers have sent what their user chose, and nothing more is divided by.
             done: identities of parameters whose gradients are unscaled already.
 
         Returns:
             Whether any parameter has a gradient, or has stepped with one.
         """
-        if scale is not None:
-            self.scaling.look_for_clipping(self.keeper.table.params, scale, plain=plain)
+        if scale is not None and not plain:
+            if self.subscribers:
+                self.tell_closed(scaler, scale)
+            self.clipped = self.clipped or ClippedGradients()
+            self.clipped.look(self.keeper.table.params, scale, by="block")
         release, table = self._release, self.keeper.table
         if not plain:
-            release = release if self.state is WindowState.OPEN else self.release
+            release = release if self.state in UNSAFE[:2] else self.release
             table.refresh()
         found = (release is not None and release.finish(found_inf)) or any(p.grad is not None for p in table.params)
         if self.ranks.reductions and not plain:
             self.ranks.end_backward()
             scale = self.ranks.gradient_scale(scale)
-        self._mixes = self._mixes or self.gradients.has_saved
+        self._mixes = self._mixes or self.keeper.gradients.has_saved
         self.state = WindowState.FINISHING
-        self.gradients.finish(scale, found_inf, done)
+        self.keeper.gradients.finish(scale, found_inf, done)
         return found
 
     def multiply(self, scale: torch.Tensor) -> None:
@@ -352,14 +401,8 @@ class Window:
         divisor = self.ranks.gradient_scale(scale)
         assert divisor is not None
         self._mixes, self.state = True, WindowState.FINISHING
-        self.gradients.multiply(self.params(), divisor)
+        self.keeper.gradients.multiply(self.params(), divisor)
         self.close()
-
-    def check_scaling(self) -> None:
-        """Warn if the gradients for a step have not come through the loss scale."""
-        if self.block is None:
-            released = self.release is not None and self.release.has_stepped
-            self.scaling.at_step(self.keeper.optimizer, released=released)
 
     def sync(self, *, steps: bool = True) -> None:
         """Average gradients and overflows since the last step with the ranks that have not got them yet.
@@ -398,7 +441,7 @@ class Window:
                 self.release.abandon()
             self.close()
         self.keeper.table.refresh()
-        self.gradients.clear()
+        self.keeper.gradients.clear()
         if self.state not in UNSAFE:
             self.state = WindowState.IDLE
         self.records.clear()
@@ -421,7 +464,7 @@ class Window:
             self.release.refuse_clipping("clip_master_grads")
         self.drop_brought()
         self.sync(steps=False)
-        norm = self.gradients.clip(max_norm, norm_type)
+        norm = self.keeper.gradients.clip(max_norm, norm_type)
         return torch.where(any_overflow(self.records) != 0, -1.0, norm) if self.records else norm
 
     def _averaged_next(self, slots: Sequence[Slot]) -> list[Slot]:
@@ -431,7 +474,10 @@ class Window:
     def _find_wrappers(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Find the wrappers around the parameters. Returns the parameters that have masters."""
         half = self.keeper.table.halves() if self.keeper.any else []
-        self.ranks.find_wrappers(params, half, half if self.keeper.replicated else [])
+        if not self.delegates_to_outer:
+            if "ranks" not in vars(self):
+                self.ranks = RankSync()
+            self.ranks.find_wrappers(params, half, half if self.keeper.replicated else [])
         return half
 
 
@@ -449,11 +495,11 @@ def reachable(named: Sequence[Window]) -> list[Window]:
         named: of the optimizers that the block belongs to.
     """
     here = get_ident()
-    beside = [one for one in WINDOWS if one not in named and one.thread == here and not one.ranks.delegates_to_outer]
-    return [one for one in beside if one.keeper.optimizer is not None and not one.is_open()]
+    beside = [one for one in WINDOWS if one not in named and one.thread == here and not one.delegates_to_outer]
+    return [one for one in beside if one.keeper.table.optimizer() is not None and not one.is_open()]
 
 
-def note_pass(
+def record_pass(
     windows: Sequence[Window],
     found_inf: torch.Tensor,
     scaler: DeviceLossScaler | None = None,
@@ -461,7 +507,10 @@ def note_pass(
     moves: DeviceLossScaler | None = None,
     told: bool = True,
 ) -> None:
-    """Note a pass for the next step of some optimizers, whose gradients are whole from here on.
+    """Note a pass for the next step of some optimizers, whose gradients are whole from here on, and for the loss scale.
+
+    A loss scale that is given twice hears of it at once, unless other ranks do not have these gradients yet: then it
+    hears when they are averaged.
 
     Args:
         windows: of the optimizers.
@@ -471,7 +520,7 @@ def note_pass(
         told: True if the optimizers that share a parameter with one of these skip their steps by it, too.
     """
     alone = not any(window.ranks.reductions for window in windows)
-    record = BackwardRecord(found_inf, scaler, shared=alone, moves=moves)
+    record = BackwardRecord(found_inf, scaler if moves or alone else None, shared=alone, moves=moves)
     for window in windows:
         others = [other for ref in window.sharing if (other := ref()) is not None] if told else []
         for each in (window, *others):
@@ -480,6 +529,11 @@ def note_pass(
             if len(each.records) >= _MANY:
                 each.records = _merged(each.records)
         window.close()
+    if scaler is not None and moves is not None:
+        if alone:
+            scaler.update(found_inf, lambda: blame(windows))
+        elif not any(window.ranks.has_unsynced for window in windows):
+            sync_overflow(windows)
 
 
 def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
@@ -510,4 +564,9 @@ def sync_overflow(optimizers: Sequence[Window]) -> None:
     """Let all ranks agree on which of the latest passes overflowed, and update the loss scales."""
     records = {id(record): record for window in optimizers for record in window.records}
     for scaler, found_inf in share_overflow(records.values(), [window.ranks for window in optimizers]).items():
-        scaler.update(found_inf, lambda: first_bad_gradient([window.keeper.optimizer for window in optimizers]))
+        scaler.update(found_inf, lambda: blame(optimizers))
+
+
+def blame(windows: Sequence[Window]) -> str:
+    """The first gradient of some optimizers that is not finite, for the message of an error. Reads the device."""
+    return first_bad_gradient([window.keeper.optimizer for window in windows])

@@ -1,17 +1,33 @@
-"""Find out what is wrong with gradients, for the message of an error. Slow, and called only then."""
+"""Find out what is wrong with gradients, for the message of an error, which is slow, or for a warning."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from ..core.callers import callers_level
 from ..core.dtypes import dtype_name, is_half
 from ..core.text import counted
 from ..core.torch_compat import values_of
+from ..gradients.async_reader import AsyncReader, capturing
 from ..gradients.held_masters import master_of
+from ..kernels import multi_tensor
 
-__all__ = ["first_bad_gradient"]
+__all__ = ["ClippedGradients", "first_bad_gradient"]
+
+_CLIP_AFTER = (
+    "Clip after the block, where they are unscaled: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), ...)."
+)
+_UNSCALE_BEFORE = (
+    "Call scaler.unscale_(optimizer) before you clip, or scaler.clip_grad_norm_(optimizer, max_norm), which does both."
+)
+
+_LARGEST_CLIP = 100.0
+"""Nobody clips to more. Gradients that are multiplied by a loss scale are smaller only if they vanish."""
+_SMALLEST_SCALE = 256.0
+_LOOKS = 5
 
 
 def first_bad_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> str:
@@ -60,7 +76,7 @@ def _on_masters(optimizers: Sequence[torch.optim.Optimizer]) -> str:
 def _named(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
     for optimizer in optimizers:
         attached = getattr(optimizer, "_amp_stash", None)
-        for ref in () if attached is None else attached.window.replaced.models:
+        for ref in () if attached is None else attached.replaced.models:
             if (model := ref()) is not None:
                 yield from model.named_parameters()
     for optimizer in optimizers:
@@ -68,3 +84,62 @@ def _named(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, t
             names = group.get("param_names")
             for i, param in enumerate(group["params"]):
                 yield names[i] if names else f"parameter {i} of group {g} of {type(optimizer).__name__}", param
+
+
+class ClippedGradients:
+    """Looks whether gradients were clipped before they are unscaled; the first few times that it may be so.
+
+    Clipping writes into gradients that a backward pass has brought. Gradients that were written into are looked at: a
+    clip leaves the same norm, or the same largest value, at one step after the other.
+    """
+
+    def __init__(self) -> None:
+        self._looks = _LOOKS
+        self._reader: AsyncReader | None = None
+        self._seen: tuple[float, float] | None = None  # the norm and the largest value at the last look
+
+    def look(self, params: Sequence[torch.Tensor], scale: torch.Tensor, *, by: str) -> None:
+        """Look at gradients if they were written into, and compare them with the gradients of passes before.
+
+        Args:
+            params: the parameters of the optimizer.
+            scale: 0-dim tensor that their gradients are multiplied by.
+            by: what unscales them, "block" or "GradScaler".
+        """
+        if self._reader is not None:
+            self._judge(by)
+        if not self._looks:
+            return
+        first = next((grad for param in params if (grad := param.grad) is not None), None)
+        if first is None or first._version == 0 or type(first) is not torch.Tensor or capturing(first.device):
+            return
+        grads = [g for param in params if (g := param.grad) is not None]
+        if any(g.is_sparse or g.is_complex() or g.device != first.device or type(g) is not torch.Tensor for g in grads):
+            return
+        self._looks -= 1
+        norm = multi_tensor.norm(grads).to(torch.float32)
+        largest = multi_tensor.norm(grads, float("inf")).to(torch.float32)
+        half = torch.full_like(norm, float(any(map(is_half, grads))))
+        self._reader = self._reader or AsyncReader(4)
+        self._reader.post(norm, largest, half, scale.to(norm.device, torch.float32, non_blocking=True))
+        self._judge(by)
+
+    def _judge(self, by: str) -> None:
+        """Compare the norms that have been read by now. Warns once."""
+        assert self._reader is not None
+        for norm, largest, half, scale in self._reader.poll():
+            before, self._seen = self._seen, (norm, largest)
+            tolerance = 2e-3 if half else 1e-5  # torch's clip_grad_norm_ rounds the norm of 16-bit gradients
+            same = [n for n, old in zip(self._seen, before or (), strict=False) if abs(n - old) <= tolerance * n]
+            if not same or not 0.0 < same[0] <= _LARGEST_CLIP or scale < _SMALLEST_SCALE:
+                continue
+            what = "norm" if same[0] == norm else "largest value"
+            self._looks, self._reader = 0, None
+            warnings.warn(
+                f"It looks as if gradients were clipped while they were still multiplied by the loss scale of "
+                f"{scale:g}: their {what} was {same[0]:.3g} again, so {same[0] / scale:.3g} is left to step with. "
+                f"{_CLIP_AFTER if by == 'block' else _UNSCALE_BEFORE}",
+                UserWarning,
+                stacklevel=callers_level(),
+            )
+            return

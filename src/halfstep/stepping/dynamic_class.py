@@ -86,7 +86,7 @@ class _Attached(Mixin):
     @property
     def step_was_skipped(self) -> torch.Tensor:
         """Whether the latest step was skipped, as a 0-dim bool tensor; only looking at its value reads the device."""
-        skipped: torch.Tensor = self._amp_stash.stepping.was_skipped
+        skipped: torch.Tensor = self._amp_stash.was_skipped
         return skipped
 
     @property

@@ -164,6 +164,7 @@ def prepare_optimizer(
     fused: bool,
     own: bool = True,
     verbose: bool = True,
+    delegates_to_outer: bool = False,
 ) -> AttachedOptimizer:
     """Attach to an optimizer, with masters if the policy has them.
 
@@ -176,13 +177,15 @@ def prepare_optimizer(
             masters, where their settings allow it and there are kernels for the device.
         own: whether an optimizer that can may keep its masters itself: not if it shares a parameter.
         verbose: whether to log skipped steps.
+        delegates_to_outer: True if another attached optimizer contains this optimizer and sends the messages to ranks.
     """
     optimizer = bare(optimizer)
     masters = policy.master_weights
     sharded = _sharded_state(optimizer)
     if sharded is not None:  # an optimizer over the parameters of this rank, which does the step
-        inner = prepare_optimizer(sharded, policy, (), originals=originals, fused=fused, verbose=verbose)
-        inner.window.ranks.delegates_to_outer = True
+        prepare_optimizer(
+            sharded, policy, (), originals=originals, fused=fused, verbose=verbose, delegates_to_outer=True
+        )
     elif inner_optimizer(optimizer) is not None:
         own = False  # a wrapper whose step may write to weights has to find the masters in their places
     attached = attach(
@@ -193,6 +196,7 @@ def prepare_optimizer(
         own=own,
         models=models,
         verbose=verbose,
+        delegates_to_outer=delegates_to_outer,
     )
     if not masters and isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, FusedOptimizer):
         _leave_broken_step(optimizer)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from operator import gt
 from typing import NamedTuple
 
 import torch
@@ -24,17 +23,18 @@ from ..core.errors import UsageError
 from ..core.text import listed
 from ..core.torch_compat import children_of, parameters_of
 from ..kernels.shards import is_sharded
+from .backward import Subscriber, Window
 
-__all__ = ["ReplacedParameters", "Replacement", "modules_in"]
+__all__ = ["ReplacedParameters", "Replacement", "modules_in", "registered"]
 
 Ref = weakref.ref[torch.Tensor]
 
-_registered = [0]
+registered = [0]
 """Number of modules and parameters that were put into any module of the process."""
 
 
 def _count_registration(*_: object) -> None:
-    _registered[0] += 1
+    registered[0] += 1
 
 
 register_module_module_registration_hook(_count_registration)
@@ -57,7 +57,7 @@ class Replacement(NamedTuple):
     was: torch.Tensor
 
 
-class ReplacedParameters:
+class ReplacedParameters(Subscriber):
     """The replaced parameters of one optimizer's models.
 
     A parameter counts as replaced if the optimizer has it, it was in a model when the optimizer was attached, it is in
@@ -69,58 +69,54 @@ class ReplacedParameters:
 
     Attributes:
         models: as given.
-        unseen: True until the first call of ``refuse_cut``.
+        seen: what the latest call of ``refuse`` was given.
+        new: parameters that came after the origin, and that no optimizer is known to have.
     """
 
     def __init__(self, models: Sequence[weakref.ref[nn.Module]]) -> None:
         self.models = models
-        self.unseen = bool(models)
+        self.seen: object = None
+        self.new: list[Ref] = []
         self._origin = {(i, name): weakref.ref(p) for i, name, p in self._named()}
-        self._first = 3  # steps to look at in any case
-        self._seen: object = None  # as of the last call of `refuse`, with the parameters that had no gradient
-        self._without: list[bool] = []
-        self._new: list[Ref] = []  # came after the origin; no optimizer is known to have them
 
-    def refuse(self, optimizer: torch.optim.Optimizer) -> None:
+    def refuse(self, optimizer: torch.optim.Optimizer, seen: object) -> None:
         """Refuse to step if a replaced parameter has got a gradient, which no optimizer would use.
 
         The walk over all modules is left out unless this is one of the first steps, or a module or a parameter was
-        registered since the last step, or the optimizer has other parameters, or one that had a gradient at the last
-        step has none: it may have been replaced in a way that torch's hooks do not see.
+        registered since the last step, or other parameters have gradients: one may have been replaced in a way that
+        torch's hooks do not see, and has none then.
 
         Args:
             optimizer: that of the models.
+            seen: a value that says which step this is of the first ones, what was registered, and what has gradients.
 
         Raises:
             UsageError: if so.
         """
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        seen, without = (_registered[0], [id(p) for p in params]), [p.grad is None for p in params]
-        self._first -= 1
-        if self._first >= 0 or seen != self._seen or any(map(gt, without, self._without)):
+        if seen != self.seen:
             before = {id(ref()) for ref in self._origin.values()}
-            self._new = [weakref.ref(p) for p in self._present() if id(p) not in before]
-        self._seen, self._without = seen, without
-        trained = {id(p) for ref in self._new if (p := ref()) is not None and p.grad is not None}
+            self.new = [weakref.ref(p) for p in self._present() if id(p) not in before]
+        self.seen = seen
+        trained = {id(p) for ref in self.new if (p := ref()) is not None and p.grad is not None}
         if trained and (found := [one for one in self.find(optimizer) if id(one.param) in trained]):
             raise UsageError(_message(optimizer, found))
-        self._new = [ref for ref in self._new if id(ref()) not in trained]
+        self.new = [ref for ref in self.new if id(ref()) not in trained]
 
-    def refuse_cut(self, optimizer: torch.optim.Optimizer) -> None:
+    def opened(self, window: Window) -> None:
         """Refuse a first backward pass if ``fully_shard`` or ``parallelize_module`` has cut whole parameters by now.
 
-        Args:
-            optimizer: that of the models.
+        The first step would be refused, too.
 
         Raises:
             UsageError: if so.
         """
+        optimizer = window.keeper.optimizer
         cut = any(map(is_sharded, self._present())) or any(hasattr(type(m), "unshard") for m in self._modules())
         # FSDP2 puts whole parameters in the places of parts while a model runs. That is no replacement.
         found = [one for one in self.find(optimizer) if not is_sharded(one.was)] if cut else []
         if found:
             raise UsageError(_message(optimizer, found))
-        self.unseen = False
+        window.subscribers.remove(self)
 
     def find(self, optimizer: torch.optim.Optimizer) -> list[Replacement]:
         """All replaced parameters, with or without gradients. Slow."""

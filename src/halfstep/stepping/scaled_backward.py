@@ -16,10 +16,10 @@ from ..casting.dynamo import eager
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
 from ..gradients.loss_scaler import DeviceLossScaler
-from .backward import WINDOWS, Window, WindowState, note_pass, reachable, sync_overflow
-from .diagnosis import first_bad_gradient
+from .backward import WINDOWS, Window, WindowState, reachable, record_pass
+from .scaling_checks import say_without_backward
 
-__all__ = ["ScaledBackward", "before_unscaling", "check_loss", "record_pass"]
+__all__ = ["ScaledBackward", "before_unscaling", "check_loss"]
 
 before_unscaling: list[Callable[[], None]] = []
 """Called before gradients are unscaled and scales move. One that raises leaves both as they were before the block."""
@@ -79,7 +79,8 @@ class ScaledBackward:
         self._found_inf = found_inf
         self._stay = stay
         self._check = check
-        self._beside: list[Window] = []  # of further optimizers, whose parameters the pass may reach
+        # Of further optimizers, whose parameters the pass may reach, with their states before.
+        self._beside: dict[Window, WindowState] = {}
         self._scale: torch.Tensor | None = None
         self._hooks: list[Any] = []  # on the loss and the scaled loss
         self._reached: set[str] = set()  # which of the two a backward pass has gone through
@@ -101,8 +102,9 @@ class ScaledBackward:
                 if self._stay and window.release is not None:
                     window.release.refuse_delay()
                 window.begin(scale, block=self, guard=guard)
-            self._beside = [] if scale is None or len(WINDOWS) <= len(self._windows) else reachable(self._windows)
-            for window in self._beside:
+            for window in [] if scale is None or len(WINDOWS) <= len(self._windows) else reachable(self._windows):
+                # `begin` clears what a skipped step has left, so that no later pass clears again.
+                self._beside[window] = WindowState.IDLE if window.state is WindowState.DIRTY else window.state
                 window.begin(scale, block=self, guard=_refuse_release, named=False)
             wide = loss.float() if loss.dtype in HALF_DTYPES else loss
             if scale is None:
@@ -135,25 +137,25 @@ class ScaledBackward:
             raise
 
     def _close(self) -> None:
-        unscaled_loss = self._reached == {"loss"} and any(window.gradients.arrived() for window in self._windows)
+        unscaled_loss = self._reached == {"loss"} and any(window.keeper.gradients.arrived() for window in self._windows)
         missed = bool(self._hooks) and not self._reached
         while self._hooks:
             self._hooks.pop().remove()
         if unscaled_loss:
             _refuse_unscaled(self._reached, self._name)
         if missed:
-            self._windows[0].scaling.say_without_backward(self._name)
+            say_without_backward(self._windows[0], self._name)
         for callback in before_unscaling:
             callback()
         found_inf = self._found_inf
         if found_inf is None:
             found_inf = torch.zeros((), dtype=torch.float32, device=self._loss.device)
         # A pass without gradients does not count: under FSDP2 without synchronization they come later.
-        found = [window.finish(self._scale, found_inf) for window in self._windows]
+        found = [window.finish(self._scale, found_inf, self._scaler) for window in self._windows]
         for window in list(self._beside):
             self.finish_reached(window)
         if self._scale is not None and self._check and any(found):
-            record_pass(self._windows, self._scaler, found_inf, self._scale)
+            record_pass(self._windows, found_inf, self._scaler, moves=self._scaler)
         else:
             for window in self._windows:
                 window.close()
@@ -164,8 +166,7 @@ class ScaledBackward:
     def finish_reached(self, window: Window) -> None:
         """End the pass for one of the optimizers that this block does not name."""
         assert self._scale is not None
-        self._beside.remove(window)
-        window.finish_reached(self._scaler, self._scale)
+        window.finish_reached(self._scaler, self._scale, self._beside.pop(window))
 
     def _abandon(self) -> None:
         """Put back the gradients from before, of each optimizer that this block is open for."""
@@ -200,36 +201,3 @@ def _refuse_release() -> None:
         "The backward pass in this block reaches parameters that step inside of backward passes (attach), and their "
         "optimizer is not one of the block. Name all optimizers: amp.scale_loss(loss, [first, second])."
     )
-
-
-def record_pass(
-    windows: Sequence[Window],
-    scaler: DeviceLossScaler,
-    found_inf: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    moves: bool = True,
-) -> None:
-    """Note for the next step of each optimizer, and for the loss scale, whether a pass overflowed.
-
-    The loss scale hears of it at once, unless other ranks do not have these gradients yet: then it hears when they are
-    averaged.
-
-    Args:
-        windows: of the optimizers whose parameters got gradients.
-        scaler: the loss scale.
-        found_inf: 0-dim float32 tensor, 1.0 if a gradient holds inf or NaN.
-        scale: what the loss was multiplied by, a 0-dim tensor.
-        moves: whether the loss scale hears of it at all.
-    """
-    alone = not any(window.ranks.reductions for window in windows)
-    of = scaler if moves or alone else None
-    note_pass(windows, found_inf, of, moves=scaler if moves else None)
-    for window in windows:
-        window.scales[scaler] = scale
-    if not moves:
-        return
-    if alone:
-        scaler.update(found_inf, lambda: first_bad_gradient([window.keeper.optimizer for window in windows]))
-    elif not any(window.ranks.has_unsynced for window in windows):
-        sync_overflow(windows)

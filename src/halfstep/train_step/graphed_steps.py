@@ -234,7 +234,7 @@ class GraphedSteps:
                 ) from refused
             self._steps_at_update = self._steps.taken
         elif (attached := attached_to(self._step.optimizer)) is not None:
-            attached.stepping.calls += 1  # the recording already counted as one call
+            attached.counts["calls"] += 1  # the recording already counted as one call
         for group, (rate, known) in zip(self._step.optimizer.param_groups, self._rates, strict=True):
             if rate is not None and (lr := float(group["lr"])) != known[0]:
                 known[0] = lr

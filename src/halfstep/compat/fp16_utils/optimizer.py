@@ -16,7 +16,8 @@ from ...core.text import show_log
 from ...gradients.held_masters import master_of, write_master
 from ...masters.plain import without_masters
 from ...stepping.attached import attach
-from ...stepping.scaled_backward import ScaledBackward, record_pass
+from ...stepping.backward import record_pass
+from ...stepping.scaled_backward import ScaledBackward
 from ..master_groups import MasterGroups
 from ..optimizer_wrapper import ForwardingOptimizer
 from .loss_scaler import DynamicLossScaler, LossScaler, saved_entry
@@ -322,10 +323,10 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
             found_inf: 0-dim float32 tensor, set to 1.0 if a gradient is not finite.
             moves: update the loss scale by ``found_inf``.
         """
-        window = self._attached.window
-        window.finish(scale, found_inf)
+        window, engine = self._attached.window, self.loss_scaler.engine
+        window.finish(scale, found_inf, engine)
         self._scale = None
-        record_pass([window], self.loss_scaler.engine, found_inf, scale, moves=moves)
+        record_pass([window], found_inf, engine, moves=engine if moves else None)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         self._found_inf = None
