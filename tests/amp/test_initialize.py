@@ -371,8 +371,8 @@ O1, O2 = Policy.from_level("O1"), Policy.from_level("O2")
 @pytest.mark.parametrize(
     ("policy", "error", "message"),
     [
-        ("O2", ArgumentTypeError, r"policy must be a halfstep\.Policy, not 'O2'; Policy\.from_level"),
-        (O1.replace(param_dtype=torch.float16), UsageError, "op_lists cast around .*param_dtype=float16 casts them"),
+        ("O2", ArgumentTypeError, r"policy must be a halfstep\.Policy, which Policy\.from_level"),
+        (O1.replace(param_dtype=torch.float16), UsageError, "op_lists with .*none"),
         (O1.replace(compute_dtype=None), UsageError, "op_lists need a 16-bit compute_dtype.* compute_dtype=None"),
         (O1.replace(compute_dtype=torch.float32), UsageError, "op_lists need a 16-bit .* compute_dtype=float32"),
         (O1.replace(master_weights=True), UsageError, "master_weights=True needs a 16-bit .* has param_dtype=None"),
@@ -628,21 +628,6 @@ def test_memory_of_a_finished_fold_is_freed() -> None:
     assert stored() is None, "though a master is held"
     assert master.tolist() == value
     assert torch.equal(model.state_dict()["0.weight"], param.detach().float())
-
-
-def test_module_filter() -> None:
-    def keep(module: nn.Module, name: str) -> torch.dtype | None:
-        return torch.float32 if name == "3" else None
-
-    model = net()
-    model, optim = amp.initialize(
-        model, optimizer("sgd", model.parameters()), opt_level="O2", module_filter=keep, verbosity=0
-    )
-    assert model[0].weight.dtype is torch.bfloat16
-    assert model[3].weight.dtype is torch.float32
-    backward(model, optim)
-    assert model[3].weight.grad.dtype is torch.float32
-    assert model[3].weight is next(p for p in amp.master_params(optim) if p.shape == (3, 4))
 
 
 def test_public_names() -> None:

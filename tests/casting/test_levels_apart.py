@@ -25,7 +25,7 @@ from halfstep.casting.current import leave_traced, thread
 from halfstep.casting.dispatch import function_modes
 from halfstep.casting.scope import NO_CASTING, OpCasting, leave, session_casting
 from halfstep.core.compiler_compat import tracer_follows_autocast
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from tests.support.worlds import BF16, FP16, FP32, advance, in_a_thread, read_back, scaled_step
 
 HALVES = [BF16, FP16]
@@ -839,25 +839,6 @@ def test_custom_lists_at_o1() -> None:
     free = bring_up("O1", op_lists=OpLists.custom(free=["softmax", "linear"]))
     assert seen(free) == [FP32, FP32]
     assert F.softmax(X.to(BF16), -1).dtype is BF16, "in the dtype of its input"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        ({"opt_level": "O2", "custom_black_list": ["exp"]}, UsageError, 'at O2 none are; use opt_level="O1"'),
-        ({"opt_level": "O1", "op_lists": ["exp"]}, ArgumentTypeError, "op_lists must be a halfstep.OpLists"),
-        ({"opt_level": "O1", "op_lists": OpLists(), "custom_white_list": []}, UsageError, "both given"),
-        ({"opt_level": "O1", "custom_white_list": ["softmx"]}, ArgumentValueError, "Did you mean 'softmax'"),
-        ({"opt_level": "O1", "patch_torch_functions": False, "op_lists": OpLists()}, UsageError, "at O1 none are"),
-    ],
-)
-def test_wrong_lists_change_nothing(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
-    model = Net()
-    with pytest.raises(kind, match=message):
-        amp.initialize(model, verbosity=0, **arguments)
-    assert not model._forward_pre_hooks
-    assert model.linear.weight.dtype is FP32
-    assert outside() is FP32
 
 
 # ---- torch.export

@@ -311,8 +311,6 @@ def test_two_models_of_which_one_is_under_amp() -> None:
     assert torch.mm(x, x.t()).dtype is HALF, "an exception in an exempted model leaves the casts on"
     amp.exempt(teacher[0])
     assert teacher(x).dtype is torch.float32, "one inside of another"
-    with pytest.raises(HalfstepError, match=r"amp.exempt takes a torch.nn.Module, not str"):
-        amp.exempt("teacher")  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("level", LEVELS[:3])

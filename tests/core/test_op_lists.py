@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from halfstep.core.oplists import tables
 from halfstep.core.oplists.names import computes, known_names
 from halfstep.core.oplists.tables import BANNED, OPS, pairs, words
-from halfstep.oplists import LIST_LEVELS, RULES, Entry, entries, resolve
+from halfstep.oplists import RULES, Entry, entries, resolve
 
 # ---- names
 
@@ -210,30 +209,6 @@ def test_lists_are_changed_by_making_others() -> None:
 @pytest.mark.parametrize("text", ["O1", "O2!promote", "OD+gelu", "O1+exp+gelu-linear-matmul~cat~sum^bmm^mm", "native"])
 def test_lists_are_printed_and_parsed(text: str) -> None:
     assert str(OpLists.parse(f" {text} ")) == text
-
-
-@pytest.mark.parametrize("text", ["", "O7", "O1+", "O1 +gelu", "gelu"])
-def test_other_texts_are_no_lists(text: str) -> None:
-    with pytest.raises(ArgumentValueError, match="do not read LEVEL"):
-        OpLists.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"level": "O7"}, ArgumentValueError, "level='O7' has no op lists; use one of " + ", ".join(LIST_LEVELS)),
-        ({"white": ["exp"], "level": "native"}, ArgumentValueError, "level='native' is torch.autocast as it is"),
-        ({"white": ["exp"], "black": [torch.exp]}, ArgumentValueError, "exp cannot run in both precisions"),
-        ({"white": ["exp"], "free": ["exp"]}, ArgumentValueError, "white list overlap custom free list"),
-        ({"wide": ["exp"]}, ArgumentValueError, "wide has .'exp'., and only matrix products can be there"),
-        ({"level": "native", "free": ["exp"]}, ArgumentValueError, "torch.autocast as it is"),
-        ({"white": "exp"}, ArgumentTypeError, r"the white list is the string 'exp'; pass a list of ops, \['exp'\]"),
-        ({"black": 3}, ArgumentTypeError, "the black list must be a list, tuple or set of ops, not 3"),
-    ],
-)
-def test_wrong_lists_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        OpLists.custom(**arguments)
 
 
 def test_no_list_is_an_empty_list() -> None:

@@ -33,7 +33,7 @@ EXAMPLES = {
         "register_half_function and its siblings": "test_explicit_registration",
     },
     (HANDLE, "compat/test_apex_amp_internals.py"): {
-        "the lists of functions": "test_lists_have_the_names_of_the_original",
+        "the lists of functions": "test_lists_have_the_names_of_the_original"
     },
     ("NVIDIA's blog, Tools for Easy Mixed-Precision Training in PyTorch", "amp/test_nvidia_article.py"): {
         "three steps": "test_three_steps",

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
+from types import NoneType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
 
 from ..casting.modules import PARALLEL
-from ..core.errors import ArgumentTypeError, UsageError
+from ..core.checks import check_kind
+from ..core.dtypes import parse_dtype
+from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.hardware import warn_if_slow
 from ..core.inner_optimizers import inner_optimizer
 from ..optimizers.larc import LARC
 
 __all__ = [
+    "Layers",
     "Models",
+    "ModuleFilter",
     "Optimizers",
     "as_models",
     "as_optimizers",
+    "chosen_dtypes",
     "device_of",
     "returned",
     "typed",
     "warn_of_slow_devices",
 ]
+
+ModuleFilter = Callable[[nn.Module, str], "torch.dtype | str | None"]
+_Layer = str | nn.Module | type[nn.Module] | Callable[[nn.Module, str], bool]
+Layers = _Layer | Collection[_Layer] | None
+"""What ``excluded_layers`` takes."""
 
 # A list has to be a list. Its items are checked when the function is called: list[Linear] is no list[Module].
 Models = TypeVar("Models", bound=nn.Module | list[Any])
@@ -85,6 +97,46 @@ def as_optimizers(caller: str, optimizers: Any, *, wrapped: bool = False) -> lis
     inner = [(wrapped and inner_optimizer(each)) or each for each in given]
     _listed("optimizer", inner if given is optimizers else inner[0], torch.optim.Optimizer)
     return given
+
+
+def chosen_dtypes(models: list[nn.Module], excluded: Any, module_filter: Any) -> dict[nn.Module, torch.dtype]:
+    """The dtypes that ``excluded_layers`` and ``module_filter`` choose for modules. A module comes before those in it.
+
+    Raises:
+        ArgumentTypeError: for an item that is no layer, or a filter that cannot be called.
+        ArgumentValueError: for a name, a type or a module that no model has, or no dtype.
+    """
+    what = "a function that is called with (module, name) and returns a dtype, or None to leave a module to the level"
+    check_kind("module_filter", module_filter, (Callable, NoneType), what)  # type: ignore[arg-type]
+    items = excluded if isinstance(excluded, (list, tuple, set, frozenset)) else [excluded][: excluded is not None]
+    named = [(module, name) for model in models for name, module in model.named_modules()]
+    names = [name for _, name in named]
+    for item in items:
+        if not (issubclass(item, nn.Module) if isinstance(item, type) else callable(item) or isinstance(item, str)):
+            raise ArgumentTypeError(
+                "excluded_layers must be a module, its name, a module type, a function of (module, name), or a list of "
+                f"them; {item!r} is neither."
+            )
+        if isinstance(item, (str, type, nn.Module)) and not any(_answer(item, *each) for each in named):
+            given = repr(item) if isinstance(item, str) else getattr(item, "__name__", f"this {type(item).__name__}")
+            near = get_close_matches(given, names) or names[:4]
+            raise ArgumentValueError(
+                f"excluded_layers: {given} matches no module of the model{'s' * (len(models) > 1)}. Leave it out, or "
+                f"give a function of (module, name), which may match none. Names are {', '.join(map(repr, near))}."
+            )
+    chosen: dict[nn.Module, torch.dtype] = {}
+    for module, name in named:
+        for answer in [_answer(item, module, name) for item in (*items, module_filter)]:
+            if answer not in (None, False):
+                chosen[module] = torch.float32 if answer is True else parse_dtype(answer)
+    return chosen
+
+
+def _answer(item: Any, module: nn.Module, name: str) -> Any:
+    """True or a dtype if an item of ``excluded_layers`` or a ``module_filter`` chooses a module."""
+    if item is None or isinstance(item, (str, nn.Module)):
+        return item is module or item == name
+    return isinstance(module, item) if isinstance(item, type) else item(module, name)
 
 
 def _listed(name: str, given: Any, *kinds: type) -> list[Any]:

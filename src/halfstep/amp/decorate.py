@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,22 +11,30 @@ from ..casting import modules
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.scope import OpCasting
 from ..core.checks import check_flag, check_switch
-from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, parse_dtype
-from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.dtypes import default_half, parse_dtype, parse_half
+from ..core.errors import ArgumentValueError, UsageError
 from ..core.policy import Policy
 from ..core.removed import removed_arguments
 from ..core.torch_compat import InstanceNorm
 from ..formats.layers import give_products
 from ..formats.recipe import Recipe as Products
 from ..stepping.prepare import check, prepare
-from .arguments import as_models, as_optimizers, device_of, returned, typed, warn_of_slow_devices
+from .arguments import (
+    Layers,
+    ModuleFilter,
+    as_models,
+    as_optimizers,
+    chosen_dtypes,
+    device_of,
+    returned,
+    typed,
+    warn_of_slow_devices,
+)
+from .options import check_cast_ops
 
 __all__ = ["decorate"]
 
-Layer = nn.Module | type[nn.Module]
-"""An item of ``excluded_layers``."""
-
-_SAVE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NORMS = (modules.BatchNorm, nn.LayerNorm, InstanceNorm)
 
 
 @removed_arguments("keep_casts")
@@ -42,9 +47,9 @@ def decorate(
     master_weight: bool | None = None,
     save_dtype: torch.dtype | str | None = None,
     master_grad: bool = False,
-    excluded_layers: Layer | Collection[Layer] | None = None,
+    excluded_layers: Layers = None,
     *,
-    module_filter: modules.ModuleFilter | None = None,
+    module_filter: ModuleFilter | None = None,
     emulate: Emulate = "auto",
     fused: bool = True,
     cast_ops: bool | None = None,
@@ -58,7 +63,8 @@ def decorate(
         with amp.auto_cast(level="O2"):
             loss = loss_fn(model(x), y)
 
-    Parameters of BatchNorm, LayerNorm and InstanceNorm and of the excluded layers stay fp32.
+    Parameters of BatchNorm, LayerNorm and InstanceNorm stay fp32, and their inputs and outputs have 16 bits. Excluded
+    layers compute in fp32.
 
     Args:
         models: a module or a list of modules; changed in place.
@@ -72,10 +78,8 @@ def decorate(
             then, and the dtype of the parameters otherwise. With 16 bits ``optimizer.state_dict()`` has the masters.
         master_grad: let autograd accumulate gradients of the 16-bit parameters in fp32. It needs masters, and with
             masters autograd does so anyway, except under DistributedDataParallel, which refuses such gradients.
-        excluded_layers: modules, module types, or a list of both, whose parameters stay fp32, with those of their
-            submodules. A parameter that they share with a module that is cast stays fp32, too.
-        module_filter: called as ``module_filter(module, qualified_name)``; a dtype it returns is that module's own,
-            with casts at its borders, and None leaves it to the other arguments.
+        excluded_layers: modules that compute in fp32, as in ``amp.initialize``; here at both levels.
+        module_filter: their long form, as in ``amp.initialize``.
         emulate: as in ``amp.initialize``, for what the models compute outside of ``amp.auto_cast``, which has an
             argument of its own.
         fused: as in ``amp.initialize``.
@@ -98,31 +102,17 @@ def decorate(
     Source: Paddle's AMP guide, section 2.1.3.
     """
     if level not in ("O1", "O2"):
-        raise ArgumentValueError(
-            f"level={level!r} should be O1 or O2: O1 casts inside amp.auto_cast only, O2 casts the model."
-        )
+        raise ArgumentValueError(f"level={level!r} should be O1 or O2: O1 casts in amp.auto_cast, O2 casts the model.")
     model_list, optimizer_list = as_models("amp.decorate", models), as_optimizers("amp.decorate", optimizers)
-    half = default_half(device_of(model_list)) if dtype is None else _check_dtype("dtype", dtype, HALF_DTYPES)
-    saved = None if save_dtype is None else _check_dtype("save_dtype", save_dtype, _SAVE_DTYPES)
-    keep = _excluded(excluded_layers, model_list)
+    half = default_half(device_of(model_list)) if dtype is None else parse_half(dtype)
+    saved = None if save_dtype is None else parse_dtype(save_dtype, "save_dtype")
+    chosen = chosen_dtypes(model_list, excluded_layers, module_filter)
     masters = _check_masters(master_weight, master_grad, optimizer_list)
-    check(
-        "amp.decorate",
-        model_list,
-        optimizer_list,
-        half if level == "O2" else None,
-        again=True,
-        module_filter=module_filter,
-    )
+    check("amp.decorate", model_list, optimizer_list, half if level == "O2" else None, again=True)
     check_emulate(emulate)
     check_flag("fused", fused)
-    check_switch("cast_ops", cast_ops, or_none=True)
-    if cast_ops is not None and level != "O2":
-        raise UsageError(
-            f"cast_ops={cast_ops} says whether ops are cast where they meet 16-bit weights, and at O1 the weights stay "
-            'fp32; leave it out, or use level="O2".'
-        )
-    give_products(model_list, products)
+    check_cast_ops(cast_ops, level, half if level == "O2" else None)
+    give_products(model_list, products, chosen)
     if level == "O2" and emulate is False:
         warn_of_slow_devices(model_list, half)
     casting = OpCasting(
@@ -134,16 +124,17 @@ def decorate(
         meets=level == "O2" and cast_ops is not False,
     )
     if level == "O1":
-        for model in itertools.filterfalse(modules.has_casting, model_list):
-            modules.add_hooks(model, casting=casting)
+        prepare(model_list, [], Policy(), casting=casting, chosen=chosen, fused=fused)
         return returned(models, optimizers)
+    found = [module for model in model_list for module in model.modules() if isinstance(module, _NORMS)]
+    norms = {id(part) for norm in found for part in norm.modules()}
     prepare(
         model_list,
         optimizer_list,
         Policy(param_dtype=half, master_weights=masters, cast_ops=cast_ops),
         casting=casting,
-        keep=keep,
-        module_filter=module_filter,
+        keep=lambda module: id(module) in norms,
+        chosen=chosen,
         save_dtype=saved or (torch.float32 if masters else None),
         wide_grads=master_grad,
         fused=fused,
@@ -152,13 +143,6 @@ def decorate(
 
     log_findings(model_list, optimizer_list, scaling_is_known=False)
     return returned(models, optimizers)
-
-
-def _check_dtype(name: str, value: torch.dtype | str, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
-    with suppress(ArgumentValueError):
-        if (found := parse_dtype(value)) in allowed:
-            return found
-    raise ArgumentValueError(f"{name}={value!r}, but {name} can only be {', '.join(map(dtype_name, allowed))}.")
 
 
 def _check_masters(master_weight: Any, master_grad: Any, optimizers: list[torch.optim.Optimizer]) -> bool:
@@ -175,21 +159,3 @@ def _check_masters(master_weight: Any, master_grad: Any, optimizers: list[torch.
             f"master_grad=True needs Tensor.grad_dtype, which torch {torch.__version__} has not; leave it out."
         )
     return master_weight is not False and bool(optimizers)
-
-
-def _excluded(layers: Any, models: list[nn.Module]) -> Callable[[nn.Module], bool]:
-    items = layers if isinstance(layers, (list, tuple, set)) else [] if layers is None else [layers]
-    types: list[type] = [modules.BatchNorm, nn.LayerNorm, InstanceNorm]
-    kept: set[int] = set()
-    for item in items:
-        if isinstance(item, nn.Module):
-            kept.update(map(id, item.modules()))
-        elif isinstance(item, type) and issubclass(item, nn.Module):
-            types.append(item)
-        else:
-            raise ArgumentTypeError(
-                f"excluded_layers must be a module, a module type, or a list of them; {item!r} is neither."
-            )
-    excluded = [each for model in models for each in model.modules() if isinstance(each, tuple(types))]
-    kept.update(id(part) for module in excluded for part in module.modules())
-    return lambda module: id(module) in kept

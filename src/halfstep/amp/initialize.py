@@ -22,7 +22,17 @@ from ..formats.layers import give_products
 from ..formats.recipe import Recipe as Products
 from ..stepping.prepare import check, check_state_form, prepare
 from ..stepping.scaling_checks import ForgottenScale
-from .arguments import as_models, as_optimizers, device_of, returned, typed, warn_of_slow_devices
+from .arguments import (
+    Layers,
+    ModuleFilter,
+    as_models,
+    as_optimizers,
+    chosen_dtypes,
+    device_of,
+    returned,
+    typed,
+    warn_of_slow_devices,
+)
 from .loss_scaler import LossScaler
 from .options import Properties, resolve
 from .session import Session, latest
@@ -50,8 +60,9 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     dtype: torch.dtype | str | None = None,
-    module_filter: modules.ModuleFilter | None = None,
+    module_filter: ModuleFilter | None = None,
     *,
+    excluded_layers: Layers = None,
     op_lists: OpLists | None = None,
     custom_white_list: Iterable[object] | None = None,
     custom_black_list: Iterable[object] | None = None,
@@ -99,10 +110,19 @@ def initialize(
         min_loss_scale: floor of the dynamic scale; None or 0 for none.
         max_loss_scale: ceiling of the dynamic scale.
         dtype: the 16-bit dtype; None means float16 for a model on CUDA and bfloat16 elsewhere.
-        module_filter: called as ``module_filter(module, qualified_name)``; a dtype it returns is that module's own
-            at O2 and O3, whatever the level says, and None leaves it to the level.
-        op_lists: which ops run in which precision; only at O1.
-        custom_white_list: ops to run in 16 bits, names or torch functions, against the lists of O1; only there.
+        module_filter: the long form of ``excluded_layers``, called as ``module_filter(module, qualified_name)``. A
+            dtype it returns is the dtype of that module and of all modules in it; None leaves a module to the level, or
+            to the module that has it. Dtypes other than fp32 are for O2 and O3.
+        excluded_layers: modules that compute in fp32 with all modules in them, at every level: qualified names, module
+            types, modules, functions of ``(module, qualified_name)`` that return True, or a list of such. Their
+            parameters and buffers are fp32, also where they share them with others. The outermost of them that is
+            called gets its arguments in fp32, and its result stays fp32: ops that follow cast it where they need 16
+            bits, and the model returns it unrounded. An op in it that meets a 16-bit tensor computes in fp32. What
+            calls ``layer.forward`` or uses ``layer.weight`` from outside is not in the module, and is cast as the level
+            says. A name, type or module that the models do not have is an error.
+        op_lists: which ops run in which precision; at O2 and O3 see ``custom_white_list``.
+        custom_white_list: ops to run in 16 bits, names or torch functions, against the lists of O1. At O2 and O3
+            these lists move the ops of the models, and no list of the level counts; the function mode stays on then.
         custom_black_list: ops to run in fp32, likewise.
         custom_wide_list: matrix products that read 16-bit operands and give an fp32 result, likewise.
         emulate: "auto" runs matrix products, convolutions, attention and recurrent layers in fp32 kernels, on 16-bit
@@ -151,9 +171,10 @@ def initialize(
     check_kind("verbosity", verbosity, int, "0, 1 or 2")
     check_emulate(emulate)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
-    check("amp.initialize", model_list, optimizer_list, policy.param_dtype, module_filter=module_filter)
+    chosen = chosen_dtypes(model_list, excluded_layers, module_filter)
+    check("amp.initialize", model_list, optimizer_list, policy.param_dtype)
     check_state_form("amp.initialize", optimizer_list, policy.state_dtype, fused=fused)
-    give_products(model_list, products)
+    give_products(model_list, products, chosen)
     if verbosity > 0:
         _log_half_params(model_list, policy)
     if policy.compute_dtype in HALF_DTYPES and emulate is False:
@@ -162,11 +183,11 @@ def initialize(
     casting = OpCasting(
         half,
         policy.op_lists,
-        enabled=policy.op_lists is not None,
+        enabled=policy.casts_ops,
         verbose=verbosity > 1,
         devices=modules.device_types(model_list),
         emulate=emulate,
-        meets=policy.op_lists is not None or (policy.param_dtype in HALF_DTYPES and policy.cast_ops is not False),
+        meets=policy.casts_ops or (policy.param_dtype in HALF_DTYPES and policy.cast_ops is not False),
     )
     scalers = [LossScaler(rule, name=f"loss scaler {i}", verbose=verbosity > 0) for i in range(num_losses)]
     session = Session(recipe.options, verbosity, scalers)
@@ -175,7 +196,7 @@ def initialize(
         optimizer_list,
         policy,
         casting=casting,
-        module_filter=module_filter,
+        chosen=chosen,
         save_dtype=torch.float32 if policy.param_dtype is not None else None,
         fused=fused,
         verbose=verbosity > 0,
@@ -183,7 +204,7 @@ def initialize(
         attached.session = session
         if not all(scaler.neutral for scaler in scalers):
             attached.window.subscribers.append(ForgottenScale(policy.compute_dtype is torch.float16))
-    if policy.op_lists is not None or policy.cast_ops:
+    if policy.casts_ops or policy.cast_ops:
         begin_session(casting, [*model_list, *optimizer_list])
     latest.session = session
     if verbosity > 0:

@@ -17,7 +17,7 @@ from ..core.loss_scale import LossScaleSpec, check_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import LEVELS, Policy, check_policy, parse_level
 
-__all__ = ["ARGUMENTS", "Properties", "Recipe", "resolve"]
+__all__ = ["ARGUMENTS", "Properties", "Recipe", "check_cast_ops", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Properties:
         """The properties of a policy, under the level that it is nearest to."""
         halves = policy.param_dtype in HALF_DTYPES
         level = ("O2" if policy.master_weights else "O3") if halves else "O0"
-        return cls(policy, level if policy.op_lists is None else "O1")
+        return cls(policy, "O1" if policy.casts_ops else level)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Properties:
             "enabled": self.enabled,
             "opt_level": self.opt_level,
             "cast_model_type": policy.param_dtype,
-            "patch_torch_functions": policy.op_lists is not None,
+            "patch_torch_functions": policy.casts_ops,
             "keep_batchnorm_fp32": policy.keep_batchnorm_fp32 if self.opt_level in ("O2", "O3") else None,
             "master_weights": None if self.opt_level == "O1" else policy.master_weights,
             "loss_scale": policy.loss_scale,
@@ -119,20 +119,14 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
     fields = dict(overrides)
     casts_ops = fields.pop("patch_torch_functions", defaults.op_lists is not None)
     cast = fields.pop("cast_model_type", defaults.param_dtype) or None
-    lists = _check_lists(level, casts_ops, given)
     cast_ops, outputs = given["cast_ops"], given["cast_model_outputs"]
-    check_switch("cast_ops", cast_ops, or_none=True)
-    if cast_ops is not None and cast not in HALF_DTYPES:
-        raise UsageError(
-            f"cast_ops={cast_ops} says whether ops are cast where they meet 16-bit weights, and at {level} the weights "
-            'are not 16-bit; leave it out, or use opt_level="O2".'
-        )
+    check_cast_ops(cast_ops, level, cast)
     policy = defaults.replace(
         **fields,
         param_dtype=cast,
         compute_dtype=half if casts_ops else cast,
         output_dtype=parse_dtype(outputs, "cast_model_outputs") if outputs is not None else cast and torch.float32,
-        op_lists=lists if casts_ops else None,
+        op_lists=_check_lists(level, casts_ops, cast, given),
         cast_ops=cast_ops,
         state_dtype=parse_state_form(given["state_dtype"]),
     )
@@ -144,12 +138,19 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
     return Recipe(half, Properties(policy, level, given=overrides), Properties(defaults, level))
 
 
-def _from_policy(policy: Policy, device_half: torch.dtype, given: Mapping[str, Any]) -> Recipe:
-    if not isinstance(policy, Policy):
-        raise ArgumentTypeError(
-            f"policy must be a halfstep.Policy, not {policy!r}; Policy.from_level(level, dtype) makes that of a level, "
-            "and Policy.parse(text) reads one."
+def check_cast_ops(cast_ops: Any, level: str, dtype: torch.dtype | None) -> None:
+    """Check ``cast_ops``, which needs a level with 16-bit weights."""
+    check_switch("cast_ops", cast_ops, or_none=True)
+    if cast_ops is not None and dtype not in HALF_DTYPES:
+        raise UsageError(
+            f"cast_ops={cast_ops} says whether ops are cast where they meet 16-bit weights, and at {level} the weights "
+            "are not 16-bit; leave it out, or use O2."
         )
+
+
+def _from_policy(policy: Policy, device_half: torch.dtype, given: Mapping[str, Any]) -> Recipe:
+    what = "a halfstep.Policy, which Policy.from_level(level, dtype) and Policy.parse(text) make"
+    check_kind("policy", policy, Policy, what)
     for name, each in ARGUMENTS.items():
         if name != "loss_scale" and each.is_given(given[name]):
             instead = f"put it into its {each.field}" if each.field else "it has everything that a level decides"
@@ -173,13 +174,9 @@ def _cast_model_type(value: Any, level: str) -> Any:
         return value
     if not isinstance(value, torch.dtype):
         raise ArgumentTypeError(f"cast_model_type={value!r} must be a torch.dtype, or False to leave the model alone.")
-    parse_dtype(value, "cast_model_type")
-    if level == "O1" and value is not torch.float32:
-        raise UsageError(
-            f"opt_level O1 casts around operations and leaves the weights fp32, so cast_model_type={value} contradicts "
-            "it; leave it out, or use O2 or O3 to cast the model."
-        )
-    return value
+    if value is not torch.float32:
+        _refuse_at_o1("cast_model_type", value, level)
+    return parse_dtype(value, "cast_model_type")
 
 
 def _patch_torch_functions(value: Any, level: str) -> Any:
@@ -190,11 +187,7 @@ def _patch_torch_functions(value: Any, level: str) -> Any:
 
 
 def _keep_batchnorm_fp32(value: Any, level: str) -> Any:
-    if value is not None and level == "O1":
-        raise UsageError(
-            f"At opt_level O1 all weights stay fp32, batchnorm too, so keep_batchnorm_fp32={value!r} has no meaning; "
-            "it must be None."
-        )
+    _refuse_at_o1("keep_batchnorm_fp32", value, level)
     if value in ("True", "False"):  # command lines hand strings over
         return bool(value == "True")
     if not isinstance(value, (bool, type(None))):
@@ -205,12 +198,18 @@ def _keep_batchnorm_fp32(value: Any, level: str) -> Any:
 
 
 def _master_weights(value: Any, level: str) -> Any:
-    if value is not None and level == "O1":
-        raise UsageError(
-            f"At opt_level O1 the weights themselves are fp32, so master_weights={value!r} has no meaning; drop it."
-        )
+    _refuse_at_o1("master_weights", value, level)
     check_switch("master_weights", value, or_none=True)
     return value
+
+
+def _refuse_at_o1(name: str, value: Any, level: str) -> None:
+    """Refuse an argument about weights at O1, which leaves them as they are."""
+    if value is not None and level == "O1":
+        raise UsageError(
+            f"opt_level O1 casts around operations and all weights stay fp32, so {name}={value!r} has no meaning; it "
+            "must be None. Use O2 or O3 to cast the model."
+        )
 
 
 def _loss_scale(value: Any, level: str) -> LossScaleSpec | None:
@@ -256,20 +255,17 @@ def _show(value: Any) -> str:
     return dtype_name(value) if isinstance(value, torch.dtype) else str(value)
 
 
-def _check_lists(level: str, casts_ops: bool, given: Mapping[str, Any]) -> OpLists:
-    """The op lists of O1."""
+def _check_lists(level: str, casts_ops: bool, dtype: Any, given: Mapping[str, Any]) -> OpLists | None:
+    """The op lists: at O1 those of the level, and with 16-bit weights only what the user has put on them."""
     op_lists = given["op_lists"]
     custom = {name: each for name in ("white", "black", "wide") if (each := given[f"custom_{name}_list"]) is not None}
     if op_lists is None and not custom:
-        return OpLists.default()
-    if not casts_ops:
-        raise UsageError(
-            f"op_lists, custom_white_list, custom_black_list and custom_wide_list say how ops are cast, and at {level} "
-            'none are; use opt_level="O1".'
-        )
+        return OpLists.default() if casts_ops else None
+    if not casts_ops and dtype not in HALF_DTYPES:
+        raise UsageError(f'op lists say how ops are cast, and at {level} none are; use opt_level="O1" or "O2".')
     if op_lists is None:
-        return OpLists.custom(**custom)
+        return OpLists.custom(**custom, level="O1" if casts_ops else "none")
     check_kind("op_lists", op_lists, OpLists, "a halfstep.OpLists, and custom_white_list= and the like lists of ops")
     if custom:
         raise UsageError("op_lists and custom lists were both given; put them into one: OpLists.custom(white, black).")
-    return op_lists  # type: ignore[no-any-return]
+    return op_lists if casts_ops else op_lists.replace(level="none")  # type: ignore[no-any-return]

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..core.checks import as_number, check_count, check_flag, is_device
-from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..core.checks import as_number, check_count, check_flag, check_kind, is_device
+from ..core.errors import ArgumentValueError
 from ..core.hardware import accelerator
 from ..core.loss_scale import DynamicLossScale, LossScaleSpec, make_loss_scale
 from ..gradients.loss_scaler import DeviceLossScaler
@@ -252,10 +252,7 @@ class ScalerSettings(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if not isinstance(state_dict, Mapping):
-            raise ArgumentTypeError(
-                f"load_state_dict takes what state_dict() of a GradScaler returned, not {type(state_dict).__name__}."
-            )
+        check_kind("state_dict", state_dict, Mapping, "what state_dict() of a GradScaler returned")
         if not state_dict:
             raise ArgumentValueError(
                 "The input state dict is empty, possibly because it was saved from a disabled instance of GradScaler."

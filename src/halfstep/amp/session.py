@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..casting.dynamo import eager
-from ..core.checks import check_flag
+from ..core.checks import check_flag, check_kind
 from ..core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, UsageError
 from ..gradients.loss_scaler import saved_numbers
 from ..stepping.attached import AttachedOptimizer, attached_to, skipped_steps
@@ -242,10 +242,7 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizer: torch.optim.Opt
         ArgumentValueError: for an entry that is not one of a loss scaler; nothing is loaded then.
     """
     scalers = _session(optimizer, "amp.load_state_dict").loss_scalers
-    if not isinstance(state_dict, Mapping):
-        raise ArgumentTypeError(
-            f"amp.load_state_dict takes what amp.state_dict() returned, a dict, not {type(state_dict).__name__}."
-        )
+    check_kind("state_dict", state_dict, Mapping, "what amp.state_dict() returned, a dict")
     names = [key for key in state_dict if key.startswith("loss_scaler")]
     unexpected = [key for key in state_dict if key not in names]
     if unexpected:

@@ -17,14 +17,26 @@ from ..core.oplists import OpLists
 from ..core.oplists.tables import NATIVE
 from .emulation import Emulate, EmulatedKinds, emulated_kinds
 
-__all__ = ["NOTHING", "CastingConfig", "config_of", "derive"]
+__all__ = ["NOTHING", "CastingConfig", "config_of", "derive", "dtype_of"]
 
 
 def config_of(key: str) -> CastingConfig:
     """The config with a key. Dynamo takes the key for a constant, and cannot do so with the config."""
     settings = ast.literal_eval(key)
-    dtype = settings["dtype"] and parse_dtype(settings["dtype"])
-    return CastingConfig(**{**settings, "dtype": dtype, "lists": OpLists.parse(settings["lists"])})
+    dtype, lists = settings["dtype"], settings["lists"]
+    return CastingConfig(**{**settings, "dtype": dtype and parse_dtype(dtype), "lists": lists and OpLists.parse(lists)})
+
+
+@traced_as_constant
+def dtype_of(key: str) -> torch.dtype | None:
+    """The dtype of activations where the config with a key is current; None where it casts nothing."""
+    return _dtype_of(key)
+
+
+@functools.lru_cache(maxsize=64)
+def _dtype_of(key: str) -> torch.dtype | None:
+    settings = ast.literal_eval(key or '{"dtype": None}')
+    return parse_dtype(settings["dtype"]) if settings["dtype"] and (settings["enabled"] or settings["meets"]) else None
 
 
 def _present_devices() -> tuple[str, ...]:
@@ -43,7 +55,7 @@ def derive(**settings: Any) -> tuple[str, tuple[str, ...], EmulatedKinds]:
     elif settings["enabled"]:
         native = tuple(device for device in devices if device in NATIVE)
     dtype = settings["dtype"] and dtype_name(settings["dtype"])
-    key = str({**settings, "dtype": dtype, "lists": str(settings["lists"])})
+    key = str({**settings, "dtype": dtype, "lists": settings["lists"] and str(settings["lists"])})
     return key, native, emulated_kinds(devices, settings["dtype"], settings["emulate"])
 
 
@@ -52,8 +64,9 @@ class CastingConfig:
 
     Args:
         dtype: the 16-bit dtype of the ops on the half list. None is for scopes that cast nothing: they emulate both.
-        lists: which ops run in which precision.
-        enabled: False casts nothing.
+            Where ops meet, the dtype of the weights, which is fp32 in an island.
+        lists: which ops run in which precision. None is the lists of O1, and where ops meet, no lists.
+        enabled: False casts nothing, but for ops on ``lists`` where ops meet.
         cache: cast each fp32 parameter at most once in a call of the outermost model, or in a block.
         verbose: log each cast at level INFO of the logger "halfstep".
         allow_banned: run banned ops in fp32 instead of refusing 16-bit inputs.
@@ -91,20 +104,21 @@ class CastingConfig:
             self.key = _key_of(dtype, lists, enabled, allow_banned, devices, emulate)
             return
         self.dtype = dtype or torch.bfloat16
-        self.lists = lists or OpLists.default()
+        lists = lists or (OpLists.default() if enabled else None)
+        self.lists: Any = lists
         self.enabled = enabled
         self.cache = cache
         self.verbose = verbose
         self.allow_banned = allow_banned
         self.devices = _present_devices() if devices is None else tuple(sorted(devices))
         self.keeps_autocast = keeps_autocast
-        self.settings = {**arguments(locals()), "lists": self.lists, "devices": self.devices}
+        self.settings = {**arguments(locals()), "devices": self.devices}
         self.key, self.native, self.emulated = derive(**self.settings)
         self.meets = enabled if meets is None else meets
         self.is_noop = self.reaches_later = not (enabled or self.emulated or self.meets)
         kinds = frozenset(kind for _, _, kind in self.emulated)
         self.plans: dict[tuple[bool, bool], Any] = {}
-        self.rules = self.lists if enabled else None, self.devices, kinds, self.meets, verbose
+        self.rules = lists if enabled or self.meets else None, self.devices, kinds, self.meets, verbose
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The machine that reads a pickle says what is emulated there.

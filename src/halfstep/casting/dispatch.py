@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple, Protocol
 
@@ -100,7 +100,7 @@ class Plan(NamedTuple):
     """
 
     explicit: bool = False
-    table: Mapping[Callable[..., Any] | str, Rule] = types.MappingProxyType({})
+    table: MutableMapping[Callable[..., Any] | str, Rule] = types.MappingProxyType({})  # type: ignore[assignment]
     recorded: Mapping[Callable[..., Any] | str, Rule] = types.MappingProxyType({})
     call_again: Callable[..., tuple[bool, Any]] | None = None
 

@@ -8,6 +8,7 @@ it computes or writes anything, so a second call repeats nothing. Nothing is don
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -31,7 +32,7 @@ _FILLS = (*_ASSIGNMENTS, "fill")
 
 
 def call_again(
-    mode: CastMode, rule: Rule, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: CastMode, rule: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
     """Call an op again that was refused, with its fp32 and 16-bit arguments in one dtype after the other.
 
@@ -45,6 +46,15 @@ def call_again(
     Returns:
         Whether a call was taken, and what it returned.
     """
+    taken, result = _call_again(mode, rule, func, args, kwargs)
+    if taken and func in mode.plan.recorded and not (mode.native_on() or _in_place(func, func.__name__)):
+        if not (isinstance(rule, partial) and rule.func is _refused_before):
+            rule = mode.plan.table[func] = bind(_refused_before, set(), mode.plan.recorded[func], rule)
+        rule.args[0].add(tuple([tensor.dtype for tensor in tensors_in(args, kwargs)]))
+    return taken, result
+
+
+def _call_again(mode: CastMode, rule: Rule, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
     floating = [t for t in tensors_in(args, kwargs) if t.dtype in CASTABLE]
     halves = [t for t in floating if t.dtype in HALF_DTYPES]
     name, _ = spellings().get(func, (getattr(func, "__name__", ""), False))
@@ -67,6 +77,23 @@ def call_again(
     if target is not None and target.dtype in HALF_DTYPES and (name in _FILLS or computes(name)):
         return _write_from_fp32(mode, func, target, args, kwargs)
     return False, None
+
+
+def _refused_before(
+    refused: set[tuple[torch.dtype, ...]],
+    recorded: Rule,
+    otherwise: Rule,
+    mode: CastMode,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    """An op with dtypes that torch has refused before gets the rule that it has where it cannot be called again.
+
+    An error of torch's and a second call take some ten times as long as a cast.
+    """
+    again = tuple([tensor.dtype for tensor in tensors_in(args, kwargs)]) in refused
+    return (recorded if again else otherwise)(mode, func, args, kwargs)
 
 
 def _write_from_fp32(

@@ -9,20 +9,25 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ..core.callers import caller_in
-from ..core.dtypes import cast_error, dtype_name, parse_dtype
-from ..core.errors import ArgumentTypeError, NotScriptableError, UsageError
+from ..core.checks import check_kind
+from ..core.dtypes import HALF_DTYPES, cast_error, dtype_name
+from ..core.errors import NotScriptableError, UsageError
+from ..core.oplists import OpLists
+from ..core.oplists.tables import OPS
 from ..core.torch_compat import BatchNorm, forward_hooks, hook_tables, jit_tracing_state
 from ..gradients.held_masters import WITH_MEMORY, settle
 from ..kernels.shards import is_sharded
 from . import dynamo
 from .buffers import UpdatedBuffers, buffers_to_keep
+from .config import dtype_of
 from .containers import Made, cast_tree
 from .current import Scope, clear_cache, leave_traced, thread
 from .dynamo import not_by_itself
@@ -38,6 +43,7 @@ __all__ = [
     "BatchNorm",
     "ModuleHooks",
     "SaveAs",
+    "add_borders",
     "add_hooks",
     "cast_module",
     "device_types",
@@ -54,14 +60,19 @@ logger = logging.getLogger("halfstep")
 
 M = TypeVar("M", bound=nn.Module)
 
-ModuleFilter = Callable[[nn.Module, str], "torch.dtype | str | None"]
-
 
 class ModuleHooks:
     """The two forward hooks of a cast module, before and after its ``forward``, and what they do.
 
     Before, in this order: the weights are checked, the inputs are cast, the casting is put in force. After, also where
     ``forward`` raised: the casting ends, the outputs are cast.
+
+    A module with a dtype of its own, an island, has explicit hooks. The outermost call on the stack casts arguments.
+    Modules inside of it find its casting in force, and do nothing. So a submodule may be called inside and outside.
+
+    An fp32 island gives its result as it is to ops that meet: they cast it as they cast any fp32 tensor, and what the
+    model returns has never been rounded. Nothing remembers the result, so whatever is done with it (writes, hooks,
+    checkpoints, autograd functions) is done to the one tensor that there is.
 
     Args:
         casting: what is done to ops meanwhile, and no other casting; None leaves that to what is in force.
@@ -70,7 +81,7 @@ class ModuleHooks:
     Attributes:
         weight: the name of a parameter and the dtype it was cast to; None where there is nothing to check.
         inputs: how floating tensors among the arguments are cast; None leaves them.
-        outputs: dtype of floating tensors in what the module returns; None leaves them.
+        outputs: dtype of floating tensors in what the module returns; None leaves them. See ``_result_dtype``.
         passes: what the first passes have shown; None where ops do not meet.
         updated: finds the buffers that the model updates itself; None after its first training passes.
     """
@@ -118,7 +129,11 @@ class ModuleHooks:
     @not_by_itself
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Before the forward."""
-        if torch.compiler.is_dynamo_compiling():
+        compiling = torch.compiler.is_dynamo_compiling()
+        if self.explicit and self.casting is not None and thread.key == self.casting.key:
+            thread.traced.append(None) if compiling else thread.open.append(Scope(self, sys._getframe(1)))
+            return None
+        if compiling:
             return self._before_compiled(module, args, kwargs)
         if self.casting is not None:
             self._follow(module, args, self.casting)
@@ -150,14 +165,28 @@ class ModuleHooks:
     @not_by_itself
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward, also if it failed."""
+        widened = True
         if self.casting is not None and torch.compiler.is_dynamo_compiling():
             leave_traced()
         elif self.casting is not None:
             latest = thread.open[-1] if thread.open else None
             leave(self)
             if latest is not None and latest.owner is self:
+                widened = bool(latest.casts)
                 self._learn(module, latest, output)
-        return None if self.outputs is None else cast_tree(output, self.outputs)
+        dtype = self._result_dtype(widened) if self.explicit and self.outputs is not None else self.outputs
+        return None if dtype is None else cast_tree(output, dtype)
+
+    def _result_dtype(self, widened: bool) -> torch.dtype | None:
+        """The dtype of what an island returns, once it has ended; None leaves it.
+
+        Where no ops meet (a call from outside of the model, or ``cast_ops=False``), a layer that follows would refuse
+        fp32. A block without casts, of a user who has given fp32, gets fp32.
+        """
+        around = dtype_of(thread.key)
+        if around is None:
+            return self.outputs if widened or not thread.explicit else None
+        return None if self.casting is None or self.casting.dtype is torch.float32 else around
 
     def _learn(self, module: nn.Module, scope: Scope, output: Any) -> None:
         """Note what a pass has shown, and write back what it has written to its inputs."""
@@ -230,8 +259,7 @@ def exempt(model: M) -> M:
     Raises:
         ArgumentTypeError: for something else than a module.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"amp.exempt takes a torch.nn.Module, not {type(model).__name__}.")
+    check_kind("model of amp.exempt", model, nn.Module, "a torch.nn.Module")
     if not has_casting(model, explicit=True):
         ModuleHooks(OpCasting(None, enabled=False), explicit=True).attach_to(model)
     return model
@@ -242,7 +270,7 @@ def cast_module(
     dtype: torch.dtype,
     *,
     keep: Callable[[nn.Module], bool] = lambda module: False,
-    module_filter: ModuleFilter | None = None,
+    chosen: Mapping[nn.Module, torch.dtype] = MappingProxyType({}),
     spare_buffers: bool = False,
 ) -> list[str]:
     """Cast the floating parameters, their gradients and the buffers of a model in place; parameters keep identity.
@@ -255,63 +283,89 @@ def cast_module(
         dtype: a floating dtype.
         keep: tells which submodules to leave as they are, also where they share a parameter with others. torch's
             norms accept 16-bit input with fp32 parameters, so they need nothing else.
-        module_filter: asked for each submodule with its qualified name ("" for the model); a dtype it returns is
-            used for that module's own parameters and buffers instead, and its inputs and outputs are cast. None
-            leaves the choice to the other arguments.
+        chosen: the dtypes that the user has chosen for modules, which hold for all in them; see ``add_borders``. A
+            parameter that such a module shares with others has its dtype.
         spare_buffers: leave ``buffers_to_keep`` as they are, and make those fp32 later that the model updates.
 
     Returns:
         The qualified names of those.
     """
-    # Nothing changes before every module was asked about: a filter may raise.
-    targets: list[tuple[nn.Module, torch.dtype]] = []
-    kept: set[int] = set()
+    islands = _islands(chosen, dtype)
     mixed = any(p.dtype is not torch.float64 for p in model.parameters() if p.is_floating_point())
+    targets: list[tuple[str, nn.Module, torch.dtype | None]] = []
     for name, module in model.named_modules():
-        chosen = None if module_filter is None else module_filter(module, name)
+        target = islands.get(module, dtype)
         wide = mixed and any(p.dtype is torch.float64 for p in module.parameters(recurse=False))
-        if chosen is None and (wide or keep(module)):
-            kept.update(id(tensor) for tensor in _own_tensors(module))
-        else:
-            targets.append((module, dtype if chosen is None else parse_dtype(chosen)))
-    cast = {id(p) for module, target in targets if target == dtype for p in module.parameters(recurse=False)}
-    own = [(param, target) for module, target in targets for param in module.parameters(recurse=False)]
-    shards = {id(p): target for p, target in own if is_sharded(p) and p.is_floating_point() and id(p) not in kept}
+        stays = module not in chosen and (wide or (target == dtype and keep(module)))
+        targets.append((f"{name}." if name else "", module, None if stays else target))
+    # The later decides on what modules share: one that stays, then an island.
+    targets.sort(key=lambda one: (one[2] != dtype) + (one[2] is None))
+    goals = {id(t): target for _, module, target in targets for t in _own_tensors(module) if t.is_floating_point()}
+    shards = {id(p): goal for p in model.parameters() if is_sharded(p) and (goal := goals.get(id(p))) is not None}
     if shards:
         check_groups(model, shards)
-    names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+    add_borders(model, chosen, dtype)
     spared: list[str] = []
     values: dict[torch.Tensor, torch.Tensor] = {}
-    for module, target in targets:
-        for name, buffer in buffers_to_keep(module, target).items() if spare_buffers else ():
-            spared += [names[module] + name] if id(buffer) not in kept else []
-            kept.add(id(buffer))
-        if target != dtype:
-            hooks = hooks_of(module).attach_to(module)
-            hooks.inputs, hooks.outputs = ModuleInputs(target), dtype
+    for prefix, module, own in targets:
+        if own is None:
+            continue
+        for name, buffer in buffers_to_keep(module, own).items() if spare_buffers else ():
+            spared += [prefix + name] if goals[id(buffer)] is not None else []
+            goals[id(buffer)] = None
         # Whether BatchNorm has its statistics in 16 bits is what the level says, or keep_batchnorm_fp32.
         keeps_updated = spare_buffers and not isinstance(module, BatchNorm)
         for tensor in _own_tensors(module):
-            stays = id(tensor) in kept or id(tensor) in shards
-            if tensor.is_floating_point() and tensor.dtype != target and not stays:
+            if (goal := goals.get(id(tensor))) not in (None, tensor.dtype) and id(tensor) not in shards:
                 if keeps_updated and type(tensor) is torch.Tensor and tensor.dtype is torch.float32:
                     values[tensor] = tensor.data
-                tensor.data = tensor.data.to(target)
+                tensor.data = tensor.data.to(goal)
                 if tensor.grad is not None:
-                    tensor.grad = tensor.grad.to(target)
+                    tensor.grad = tensor.grad.to(goal)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-            if target.itemsize == 2:  # its own code refuses inputs of another dtype than its weights
-                hooks_of(module).attach_to(module).inputs = ModuleInputs(target)
+            if own.itemsize == 2:  # its code refuses inputs of another dtype than its weights
+                hooks_of(module).attach_to(module).inputs = ModuleInputs(own)
     if shards:
         cast_shards(model, shards)
     # A frozen int8 weight of torchao's keeps its dtype in any cast.
-    probe = next((name for name, p in model.named_parameters() if id(p) in cast and p.dtype is dtype), None)
+    probe = next((name for name, p in model.named_parameters() if goals.get(id(p)) is p.dtype is dtype), None)
     if probe is not None and dtype.itemsize == 2:
         hooks_of(model).attach_to(model).weight = probe, dtype
     if values:
         hooks_of(model).attach_to(model).updated = UpdatedBuffers(values)
     return spared
+
+
+def _islands(chosen: Mapping[nn.Module, torch.dtype], dtype: torch.dtype | None) -> dict[nn.Module, torch.dtype]:
+    """The dtypes of islands in a model with a dtype, and of all modules in them; chosen ones come from outside in."""
+    found: dict[nn.Module, torch.dtype] = {}
+    for module, target in chosen.items():
+        if target != dtype or module in found:
+            found.update((inner, chosen.get(inner, target)) for inner in module.modules())
+    return found
+
+
+def add_borders(model: nn.Module, chosen: Mapping[nn.Module, torch.dtype], dtype: torch.dtype | None) -> None:
+    """Put hooks on islands: modules with a dtype of their own, and all modules in them that have parameters or buffers.
+
+    Args:
+        model: the model that has them. Where it is an island itself, it returns what it computes.
+        chosen: the dtypes that the user has chosen for modules.
+        dtype: of the model; None leaves what islands return.
+    """
+    found, devices = _islands(chosen, dtype), device_types([model])
+    settings: dict[str, Any] = {"enabled": False, "devices": devices, "meets": True}
+    # In fp32 all ops compute in fp32, also if they meet a 16-bit tensor.
+    lists = {torch.float32: OpLists("OD", black=tuple(op.name for op in OPS.values() if op.reason == "matrix-unit"))}
+    castings = {target: OpCasting(target, lists.get(target), **settings) for target in set(found.values())}
+    for name, module in model.named_modules():
+        owns = module in chosen or any(map(_own_tensors, module.modules()))
+        # A parametrization computes a weight, also for code outside that reads it.
+        if owns and module in found and "parametrizations" not in name.split("."):
+            target, hooks = found[module], hooks_of(module, explicit=True).attach_to(module)
+            hooks.casting, hooks.outputs = castings[target], None if module is model else dtype
+            hooks.inputs = (ModuleInputs if target in HALF_DTYPES else ModelInputs)(target)
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -342,7 +396,8 @@ def add_hooks(
     if casting is not None or inputs is not None or outputs is not None:
         hooks = hooks_of(model).attach_to(model)
         hooks.casting = casting or hooks.casting
-        hooks.inputs = hooks.inputs if inputs is None else ModelInputs(inputs)
+        if inputs is not None and hooks_of(model, explicit=True).inputs is None:  # unless all of it is an island
+            hooks.inputs = ModelInputs(inputs)
         hooks.outputs = outputs or hooks.outputs
         if casting is not None and casting.meets and not casting.enabled:
             hooks.passes = FirstPasses(casting, always=always_meets, spared=spared)

@@ -66,16 +66,16 @@ def build_table(
             return rule
         return rules.bind(rules.emulated, name, op.kind, op.list, rule)
 
-    casts = lists is not None or meets
+    bare, casts = lists is None or lists.level == "none", lists is not None or meets
     table: dict[Callable[..., Any] | str, Rule] = {}
     for func, (name, inplace) in spellings().items():
         # 2 / x is written as x.reciprocal() * 2, and native autocast runs reciprocal in fp32 on CUDA.
         rule = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
         if rule is not None and name == ATTENTION and row(name).list != "float":
-            rule = rules.bind(finite_mask, lists is not None, rule)
+            rule = rules.bind(finite_mask, not bare, rule)
         known = ("none", "one") if recorded else ("wrong", "one")  # eagerly torch says itself that it has no kernel
-        asked = meets and (lists is None or (recorded and rule is None and not inplace))
-        if asked and (row(name).kernels in known or (recorded and lists is None)):
+        asked = meets and row(name).reason != "custom" and (bare or (recorded and rule is None and not inplace))
+        if asked and (row(name).kernels in known or (recorded and bare)):
             rule = refused_rule(name, inplace, rule)
         if casts and name in FILLS and inplace:
             rule = rules.bind(finite_fill, rule or rules.match_self)
@@ -89,7 +89,7 @@ def build_table(
             rule = rules.bind(rules.dense_only, name, rule)
         if rule is not None:
             table[func] = rule
-    if lists is not None or (meets and recorded):
+    if not bare or (meets and recorded):
         table |= {func: rules.bind(rules.dense_only, name, None) for func, name in rules.SPARSE_PRODUCTS.items()}
     cast = frozenset(name for func, (name, _) in spellings().items() if func in table)
     for func in spellings():
@@ -111,8 +111,9 @@ def _cast_rule(
     op: Op, inplace: bool, natively: set[str], lists: OpLists | None, explicit: bool, verbose: bool
 ) -> Rule | None:
     """The rule that casts an op as its row says, given the rules of native autocast; None if nothing is to do."""
-    if lists is None or lists.level == "native":
-        return rules.without_native if explicit and lists is None and natively != {"free"} else None
+    level = lists.level if lists is not None else "none"
+    if level in ("native", "none") and op.reason != "custom":
+        return rules.without_native if explicit and level == "none" and natively != {"free"} else None
     if explicit and natively != {"free"}:
         natively |= {"half", "float"}  # it must be off, whatever the op is
     name, read = op.name, read_in(op, inplace)
@@ -121,7 +122,7 @@ def _cast_rule(
             return rules.bind(rules.float_inplace, name)
         return rules.match_self if read == FIRST and op.list != "free" else None
     if read == HALF:
-        if natively == {"half"} and not verbose:
+        if natively == {"half"} and not verbose and level != "none":
             return rules.half_native
         return rules.bind(rules.to_half, name, native_off=bool(natively & {"float", "banned"}))
     if op.list == "banned":

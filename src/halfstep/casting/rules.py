@@ -271,6 +271,8 @@ def match_self(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict
 def float_inplace(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """An fp32 op cannot write its result into 16 bits."""
     if args and args[0].dtype in HALF_DTYPES and mode.casts(args[0]):
+        if not mode.config.enabled:  # an island, which writes to a tensor from outside
+            return match_self(mode, func, args, kwargs)
         raise UnsafeOpError(
             f"{name}_ runs in fp32 under op casting and cannot write in place into a {dtype_name(args[0].dtype)} "
             f"tensor; use the form that is not in place, x = x.{name}(...), or convert the tensor first, x.float()."

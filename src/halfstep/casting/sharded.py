@@ -82,8 +82,8 @@ def check_groups(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> None:
             listed = " and ".join(f"{name} {dtype}" for dtype, name in reversed(kinds.items()))
             raise UsageError(
                 f"FSDP2 gathers parameters together that would have different dtypes at this level: {listed}. Call "
-                "fully_shard on the modules that stay fp32 first (BatchNorm, or what module_filter names), each by "
-                "itself; or give keep_batchnorm_fp32=False. Nothing was changed."
+                "fully_shard on the modules that stay fp32 first (BatchNorm, or those of excluded_layers: here "
+                f"{kinds.get(torch.float32, '').rpartition('.')[0]!r}), each by itself. Nothing was changed."
             )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from .checks import check_kind
 from .dtypes import HALF_DTYPES, StateForm, dtype_name, parse_dtype, parse_half, parse_state_form
-from .errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
+from .errors import ArgumentValueError, HalfstepError, UsageError
 from .loss_scale import LossScaleSpec, loss_scale_text, parse_loss_scale
 from .oplists import OpLists
 from .removed import removed_arguments, what_replaces
@@ -62,7 +62,7 @@ class Policy:
         compute_dtype: with ``op_lists``, the 16-bit dtype of the ops on the half list; without them, the dtype of
             floating inputs of the model; ``None`` casts nothing.
         output_dtype: the dtype of floating outputs of the model; ``None`` does not cast them.
-        op_lists: the precision of each op; ``None`` casts no ops.
+        op_lists: the precision of each op; ``None`` casts no ops. With 16-bit weights, of level ``"none"``.
         keep_batchnorm_fp32: keep BatchNorm parameters and statistics in fp32 when the rest is cast.
         master_weights: update fp32 copies of 16-bit weights.
         loss_scale: a number, ``"dynamic"``, or a ``StaticLossScale`` or ``DynamicLossScale``.
@@ -82,6 +82,11 @@ class Policy:
     loss_scale: LossScaleSpec = 1.0
     cast_ops: bool | None = None
     state_dtype: StateForm = None
+
+    @property
+    def casts_ops(self) -> bool:
+        """True if ops are cast by lists and the weights stay as they are; with 16-bit weights ops meet."""
+        return self.op_lists is not None and self.param_dtype not in HALF_DTYPES
 
     @classmethod
     def from_level(cls, level: str, dtype: torch.dtype | str = torch.float16) -> Policy:
@@ -121,10 +126,7 @@ class Policy:
             ArgumentTypeError: if ``text`` is not a string.
             ArgumentValueError: for an unknown field or a value that its field does not accept.
         """
-        if not isinstance(text, str):
-            raise ArgumentTypeError(
-                f"{text!r} is no text; Policy.parse reads name=value,name=value, as a policy prints."
-            )
+        check_kind("text", text, str, "name=value,name=value, as a policy prints")
         names = [field.name for field in fields(cls)]
         values: dict[str, object] = {}
         for part in text.split(","):
@@ -187,8 +189,8 @@ def _contradiction(policy: Policy) -> str | None:
     param_dtype = f"param_dtype={dtype_name(params) if params else None}"
     compute_dtype = f"compute_dtype={dtype_name(compute) if compute else None}"
     if policy.op_lists is not None:
-        if params in HALF_DTYPES:
-            return f"op_lists cast around operations and leave the weights fp32, and {param_dtype} casts them"
+        if params in HALF_DTYPES and (policy.cast_ops is False or (compute, policy.op_lists.level) != (params, "none")):
+            return f"op_lists with {param_dtype} need that compute_dtype, no cast_ops=False, and the level 'none'"
         if compute not in HALF_DTYPES:
             return f"op_lists need a 16-bit compute_dtype to cast ops to, and it has {compute_dtype}"
     elif compute is not None and compute is not params and (params is not None or compute in HALF_DTYPES):

@@ -7,17 +7,8 @@ ends the collection or check that it interrupts, and ``compare_accuracy`` writes
 
 from .accuracy import compare_accuracy
 from .checks import DebugMode, check_numerics
-from .operator_stats import (
-    collect_operator_stats,
-    disable_operator_stats_collection,
-    enable_operator_stats_collection,
-)
-from .tensor_checker import (
-    TensorCheckerConfig,
-    check_layer_numerics,
-    disable_tensor_checker,
-    enable_tensor_checker,
-)
+from .operator_stats import collect_operator_stats, disable_operator_stats_collection, enable_operator_stats_collection
+from .tensor_checker import TensorCheckerConfig, check_layer_numerics, disable_tensor_checker, enable_tensor_checker
 
 __all__ = [
     "DebugMode",

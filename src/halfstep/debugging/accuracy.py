@@ -31,11 +31,7 @@ Cell = tuple[str, str]
 
 
 def compare_accuracy(
-    dump_path: str,
-    another_dump_path: str,
-    output_filename: str,
-    loss_scale: float = 1,
-    dump_all_tensors: bool = False,
+    dump_path: str, another_dump_path: str, output_filename: str, loss_scale: float = 1, dump_all_tensors: bool = False
 ) -> None:
     """Compare the logs that two runs wrote with ``TensorCheckerConfig(output_dir=...)`` and ``CHECK_ALL``.
 

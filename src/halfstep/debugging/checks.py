@@ -129,10 +129,7 @@ def facts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_numerics(
-    tensor: torch.Tensor,
-    op_type: str,
-    var_name: str,
-    debug_mode: DebugMode = DebugMode.CHECK_NAN_INF_AND_ABORT,
+    tensor: torch.Tensor, op_type: str, var_name: str, debug_mode: DebugMode = DebugMode.CHECK_NAN_INF_AND_ABORT
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Look for inf and NaN in a tensor. Reads the device once.
 

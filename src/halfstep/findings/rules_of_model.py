@@ -52,7 +52,8 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Found]:
             weights += [p for p in parameters_of(module).values() if p is not None and id(p) in bare]
     if positions:
         text = "Frequencies or positions are in 16 bits: at position 4,096 an angle may be off by more than a radian."
-        fix = "Compute them in fp32 in forward, or give their module fp32: module_filter= of amp.initialize."
+        layers = sorted({name.rpartition(".")[0] for name in positions})
+        fix = f"Compute them in fp32 in forward, or keep their modules in fp32: excluded_layers={layers}."
         yield Found("error", grouped(positions), text, {"tensors": list(positions)}, fix)
     if weights:
         text = f"Weights of norms or routers are {dtype_name(weights[0].dtype)} and have no masters."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -165,14 +165,21 @@ def set_products(model: nn.Module, recipe: Recipe | str | None, passes: Passes =
     return table
 
 
-def give_products(models: Iterable[nn.Module], recipe: Recipe | str | None) -> None:
-    """``set_products`` for the models of a face, which have none yet if a recipe is refused; None changes nothing."""
+def give_products(
+    models: Iterable[nn.Module], recipe: Recipe | str | None, chosen: Mapping[nn.Module, torch.dtype]
+) -> None:
+    """``set_products`` for the models of a face, which have none yet if a recipe is refused; None changes nothing.
+
+    Modules for which the user has ``chosen`` fp32 compute in fp32, whatever the recipe says.
+    """
     if recipe is not None:
         recipe = Recipe.of(recipe)
         for model in models:
             choose(model, recipe)
         for model in models:
             set_products(model, recipe)
+    for module in [each for wide, dtype in chosen.items() if dtype is torch.float32 for each in wide.modules()]:
+        mark(module, None)
 
 
 # ---- the dtype of a result

@@ -38,12 +38,12 @@ class Recipe:
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 if CUDA is available, else bfloat16.
         custom_white_list: ops to run in 16 bits; see ``amp.auto_cast``.
         custom_black_list: ops to run in fp32; see ``amp.auto_cast``.
-        excluded_layers: modules or module types that stay fp32 at O2; see ``amp.decorate``. Buffers that a
-                cast would destroy, such as the frequencies of rotary embeddings, always stay fp32.
-        module_filter: the dtype of individual modules; see ``amp.decorate``.
+        excluded_layers: modules that compute in fp32 at O1 and O2, or with a policy; see ``amp.initialize``. Buffers
+            that a cast would destroy, such as the frequencies of rotary embeddings, always stay fp32.
+        module_filter: their long form; see ``amp.initialize``.
         scaler: the loss scaler. None means an ``amp.GradScaler`` in float16, and no scaling in bfloat16.
-        policy: a ``halfstep.Policy`` that replaces ``level``, ``dtype``, op lists and ``excluded_layers``, as for
-            ``amp.initialize``. At O1 it casts in the whole process.
+        policy: a ``halfstep.Policy`` that replaces ``level``, ``dtype`` and op lists, as for ``amp.initialize``. At O1
+            it casts in the whole process.
         products: the formats of the operands of linear layers; see ``amp.set_products``.
 
     Attributes:
@@ -75,10 +75,9 @@ class Recipe:
         check_kind("scaler", scaler, (amp.GradScaler, NoneType), "a halfstep.amp.GradScaler")
         check_kind("policy", policy, (Policy, NoneType), "a halfstep.Policy")
         if policy is not None:
-            if level != "O1" or (dtype, custom_white_list, custom_black_list, excluded_layers) != (None,) * 4:
+            if level != "O1" or (dtype, custom_white_list, custom_black_list) != (None,) * 3:
                 raise UsageError(
-                    "policy= says what level, dtype, the op lists and excluded_layers say, and one of them was given "
-                    "too. Leave it out."
+                    "policy= says what level, dtype and the op lists say, and one of them was given too. Leave it out."
                 )
             dtype = policy.compute_dtype if policy.compute_dtype in (torch.float16, torch.bfloat16) else None
             scaler = scaler or amp.GradScaler.from_loss_scale(policy.loss_scale)
@@ -129,6 +128,11 @@ class Recipe:
         """The ``mp_policy`` of ``fully_shard`` at O2: FSDP2 casts by itself, and its fp32 shards are the masters."""
         from torch.distributed.fsdp import MixedPrecisionPolicy  # imported when asked for
 
+        if any(self._layers.values()):
+            raise UsageError(
+                "FSDP2 casts whole groups of parameters, where excluded_layers and module_filter have no effect. Leave "
+                "them out, and call fully_shard on each of these modules, with a MixedPrecisionPolicy() of its own."
+            )
         return MixedPrecisionPolicy(self.half, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
     def cast(self, model: nn.Module, parts: Sequence[nn.Module] = ()) -> nn.Module:
@@ -149,11 +153,10 @@ class Recipe:
         if self._policy is not None:
             policy = self._policy.replace(loss_scale=1.0)
             called = list(parts) or [model]
-            amp.initialize(called, policy=policy, module_filter=self._layers["module_filter"], verbosity=0)
-        elif self._level == "O2":
-            given = self._layers["excluded_layers"]
-            filtered = self._layers["module_filter"]
-            amp.decorate(model, None, "O2", self.half, None, "float32", excluded_layers=given, module_filter=filtered)
+            amp.initialize(called, policy=policy, verbosity=0, **self._layers)
+        elif self._level == "O2" or (self._level == "O1" and any(self._layers.values())):
+            saved = "float32" if self._level == "O2" else None
+            amp.decorate(model, None, self._level, self.half, None, saved, **self._layers)
         self._weights.update((param, weight) for param, weight in before if is_half(param))
         self._models.add(model)
         return model

@@ -35,7 +35,7 @@ _MOST = 0.5  # share of the weights with such updates; a few weights that begin 
 _GROWTH = 2.0  # between sampled steps
 _GROWN = 0.1  # share of the weights; smaller updates may grow, as in a warmup
 
-_FIX_OVERFLOW = "keep the module in float32 (excluded_layers, an op list), use bfloat16, or see why it grows"
+_FIX_OVERFLOW = "keep the module in float32 (excluded_layers={}), use bfloat16, or see why it grows"
 _FIX_AFTER_HS120 = "lower the learning rate first: HS120 came before"
 _FIX_FLUSHED = "use a loss scale, or a larger one (init_scale, max_loss_scale), or bfloat16"
 _FIX_TOO_LARGE = (
@@ -167,7 +167,7 @@ def _overflow(bad: Sequence[Row], spoilt: Iterable[Row], fix: str) -> Iterator[F
     first = [name for name in (row.began_in, row.module) if name not in ("", OUTSIDE)]
     where = listed(list(dict.fromkeys([*first, *(each.module for each in bad)])), _NAMED)
     known = {"step": row.step, "steps_left": 0.0, "module": first[0]}
-    yield Finding("HS116", "error", where, f"at step {row.step} {_said_of(row, spoilt)}", known, fix)
+    yield Finding("HS116", "error", where, f"at step {row.step} {_said_of(row, spoilt)}", known, fix.format(first[:1]))
 
 
 def _near(outputs: _OfKind, fix: str) -> Iterator[Finding]:
@@ -181,7 +181,7 @@ def _near(outputs: _OfKind, fix: str) -> Iterator[Finding]:
             f"number of its dtype; an overflow is {soon}"
         )
         known = {"step": row.step, "headroom": row.headroom, "steps_left": left}
-        yield Finding("HS116", "warning", where, text, known, fix)
+        yield Finding("HS116", "warning", where, text, known, fix.format([row.module]))
 
 
 def _said_of(bad: Row, weights: Iterable[Row]) -> str:

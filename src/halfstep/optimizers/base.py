@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import is_
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -226,11 +227,8 @@ class FusedOptimizer(FusedState):
                 "read from the parameters, 16-bit copies are written with master_weights=, and a scaler passes its "
                 "scale by torch's contract."
             )
-        if closure is not None and not callable(closure):
-            raise ArgumentTypeError(
-                f"{type(self).__name__}.step takes a closure, a function that evaluates the model and returns the "
-                f"loss, not {closure!r} of type {type(closure).__name__}."
-            )
+        what = "a function that evaluates the model and returns the loss"
+        check_kind("closure", closure, (Callable, NoneType), what)  # type: ignore[arg-type]
 
     def _gather(self) -> list[tuple[Hyper, GroupRows]]:
         """The rows of every group that has gradients, from the last step where nothing else changed."""

@@ -55,11 +55,7 @@ class LARC:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        trust_coefficient: float = 0.02,
-        clip: bool = True,
-        eps: float = 1e-8,
+        self, optimizer: torch.optim.Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
     ) -> None:
         check_kind("LARC: optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         check_number("trust_coefficient", trust_coefficient)

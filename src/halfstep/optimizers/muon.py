@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.checks import arguments, check_number
+from ..core.checks import arguments, check_kind, check_number
 from ..core.dtypes import StateForm
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.torch_compat import is_flattened
@@ -190,8 +190,7 @@ class FusedMuon(FusedOptimizer):
             raise ArgumentValueError(f"adjust_lr_fn={kind!r} must be 'original', 'match_rms_adamw' or None.")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ArgumentTypeError(f"ns_dtype={dtype!r} must be a floating-point torch.dtype or None.")
-        if not isinstance(group["ns_steps"], int):
-            raise ArgumentTypeError(f"ns_steps={group['ns_steps']!r} must be an int.")
+        check_kind("ns_steps", group["ns_steps"], int, "an int")
         check_number("ns_steps", group["ns_steps"], below=100)
         if len(group["ns_coefficients"]) != 3:
             raise ArgumentValueError(f"ns_coefficients={group['ns_coefficients']!r} must be three numbers.")

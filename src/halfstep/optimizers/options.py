@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ..core.callers import callers_level
-from ..core.checks import check_number
+from ..core.checks import check_kind, check_number
 from ..core.dtypes import HALF_DTYPES, StateForm, dtype_name, parse_state_form
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.torch_compat import is_flattened
@@ -67,8 +67,7 @@ class FusedOptions:
                 f"rounding='stochastic' with master_weights={self.master_weights!r}: masters lose nothing, so there "
                 "is nothing to round at random; choose one of the two."
             )
-        if not isinstance(self.seed, int):
-            raise ArgumentTypeError(f"seed must be an int, not {self.seed!r}.")
+        check_kind("seed", self.seed, int, "an int")
         object.__setattr__(self, "state_dtype", parse_state_form(self.state_dtype))
 
     def storage(self, dtype: torch.dtype, device: torch.device | str) -> Storage:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from ..casting import modules
 from ..casting.scope import OpCasting
 from ..casting.sharded import check_sharded
-from ..core.dtypes import StateForm, is_half, parse_dtype
-from ..core.errors import ArgumentTypeError, UsageError
+from ..core.dtypes import HALF_DTYPES, StateForm, is_half
+from ..core.errors import UsageError
 from ..core.inner_optimizers import bare, inner_optimizer
 from ..core.policy import Policy
 from ..core.torch_compat import HAS_GRAD_DTYPE, is_flattened
@@ -42,13 +43,9 @@ def prepare(
     optimizers: Sequence[Any],
     policy: Policy,
     *,
-    casting: OpCasting | None = None,
-    keep: Callable[[nn.Module], bool] | None = None,
-    module_filter: modules.ModuleFilter | None = None,
-    save_dtype: torch.dtype | None = None,
-    wide_grads: bool = False,
     fused: bool,
     verbose: bool = True,
+    **options: Any,
 ) -> list[AttachedOptimizer]:
     """Bring models, and the optimizers that train them, to a policy. Check both before: this does not fail half-way.
 
@@ -56,28 +53,13 @@ def prepare(
         models: changed in place; see ``prepare_model``.
         optimizers: changed in place; see ``prepare_optimizer``.
         policy: what is held and computed in which dtype.
-        casting: what is done to ops while the models run.
-        keep: which modules keep their dtype; None keeps BatchNorm if the policy says so.
-        module_filter: see ``casting.modules.cast_module``.
-        save_dtype: dtype of floating entries in ``state_dict()`` of the models; None leaves them.
-        wide_grads: let 16-bit parameters have fp32 gradients also without masters.
         fused: run torch's optimizers as fused ones where they can be.
         verbose: whether to log skipped steps.
+        options: further arguments of ``prepare_model``.
     """
     originals: dict[int, torch.Tensor] = {}
-    if module_filter is not None and policy.param_dtype is not None:
-        module_filter = _decided(models, module_filter)
     for model in models:
-        originals |= prepare_model(
-            model,
-            policy,
-            casting=casting,
-            keep=keep,
-            module_filter=module_filter,
-            save_dtype=save_dtype,
-            keep_originals=policy.master_weights and bool(optimizers),
-            wide_grads=wide_grads,
-        )
+        originals |= prepare_model(model, policy, keep_originals=policy.master_weights and bool(optimizers), **options)
     # A fused step keeps masters in its own state, but optimizers that share a parameter must share its master.
     owners = Counter(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
     alone = max(owners.values(), default=1) == 1
@@ -87,7 +69,7 @@ def prepare(
     ]
     if not alone:
         share_overflows(attached)
-    for param in [p for model in models for p in model.parameters()] if save_dtype is torch.float32 else ():
+    for param in {p for model in models for p in model.parameters() if options.get("save_dtype") is torch.float32}:
         record_of(param).saved_by_model = keeper_of(param) is not None
     return attached
 
@@ -98,7 +80,7 @@ def prepare_model(
     *,
     casting: OpCasting | None = None,
     keep: Callable[[nn.Module], bool] | None = None,
-    module_filter: modules.ModuleFilter | None = None,
+    chosen: Mapping[nn.Module, torch.dtype] = MappingProxyType({}),
     save_dtype: torch.dtype | None = None,
     keep_originals: bool = False,
     wide_grads: bool = False,
@@ -108,12 +90,12 @@ def prepare_model(
     Args:
         model: changed in place.
         policy: what is held and computed in which dtype.
-        casting: see ``prepare``.
-        keep: see ``prepare``.
-        module_filter: see ``prepare``.
-        save_dtype: see ``prepare``.
+        casting: what is done to ops while the model runs.
+        keep: which modules keep their dtype; None keeps BatchNorm if the policy says so.
+        chosen: the dtypes of single modules; see ``casting.modules.cast_module``. With fp32 weights, fp32 is the one.
+        save_dtype: dtype of floating entries in ``state_dict()`` of the model; None leaves them.
         keep_originals: return the fp32 weights, and leave the gradients that are there in fp32.
-        wide_grads: let 16-bit parameters have fp32 gradients.
+        wide_grads: let 16-bit parameters have fp32 gradients also without masters.
 
     Returns:
         With ``keep_originals`` the weights that were cast to 16 bits, as they were, by the identity of the parameter.
@@ -131,10 +113,10 @@ def prepare_model(
                 model,
                 policy.param_dtype,
                 keep=keep or (lambda module: policy.keep_batchnorm_fp32 and isinstance(module, modules.BatchNorm)),
-                module_filter=module_filter,
+                chosen=chosen,
                 spare_buffers=casting is not None and casting.meets,
             )
-        finally:  # a filter may raise
+        finally:  # a group of FSDP2 may be refused
             for param, grad in grads:
                 set_grads([param], [grad.to(torch.promote_types(param.dtype, torch.float32))])
         for param in model.parameters():
@@ -143,13 +125,15 @@ def prepare_model(
                 originals[id(param)] = weight
             if wide_grads and HAS_GRAD_DTYPE and is_half(param):
                 param.grad_dtype = torch.float32
+    if policy.param_dtype not in HALF_DTYPES:
+        modules.add_borders(model, {m: dtype for m, dtype in chosen.items() if dtype is torch.float32}, None)
     modules.add_hooks(
         model,
-        inputs=None if policy.op_lists is not None else policy.compute_dtype,
+        inputs=None if policy.casts_ops else policy.compute_dtype,
         outputs=policy.output_dtype,
         saved=save_dtype,
         casting=None if modules.has_casting(model) else casting,
-        always_meets=bool(policy.cast_ops),
+        always_meets=bool(policy.cast_ops or policy.op_lists or torch.float32 in chosen.values()),
         spared=spared,
     )
     return originals
@@ -215,7 +199,6 @@ def check(
     dtype: torch.dtype | None,
     *,
     again: bool = False,
-    module_filter: modules.ModuleFilter | None = None,
 ) -> None:
     """Refuse models and optimizers that ``prepare`` cannot bring to a policy.
 
@@ -225,17 +208,10 @@ def check(
         optimizers: the optimizers.
         dtype: what the weights are to be cast to; None if they are not.
         again: whether models may have been prepared before.
-        module_filter: as ``prepare`` will get it.
 
     Raises:
-        ArgumentTypeError: for a ``module_filter`` that cannot be called.
         UsageError: for what is in a list twice, was prepared before, or cannot be prepared as it is.
     """
-    if module_filter is not None and not callable(module_filter):
-        raise ArgumentTypeError(
-            f"module_filter={module_filter!r} must be a function that is called with (module, name) and returns a "
-            "dtype, or None to leave the module to the level."
-        )
     if len(set(map(id, models))) < len(models) or len({id(bare(one)) for one in optimizers}) < len(optimizers):
         raise UsageError(f"A model or optimizer is in the list twice; {caller} takes each once.")
     for optimizer in map(bare, optimizers) if dtype is not None else ():
@@ -316,14 +292,6 @@ def check_state_form(caller: str, optimizers: Sequence[Any], form: StateForm, *,
                 "and for FusedAdam, FusedSGD, FusedLAMB and FusedNovoGrad, unwrapped and with fused=True. This is "
                 f"{type(inside).__name__}: leave state_dtype out, or let every parameter have one such optimizer."
             )
-
-
-def _decided(models: Sequence[nn.Module], module_filter: modules.ModuleFilter) -> modules.ModuleFilter:
-    """A filter that has been asked about every module of all models: it may raise, and nothing has changed yet."""
-    asked = [(module, name) for model in models for name, module in model.named_modules()]
-    answers = {(id(module), name): module_filter(module, name) for module, name in asked}
-    chosen = {key: None if answer is None else parse_dtype(answer) for key, answer in answers.items()}
-    return lambda module, name: chosen[id(module), name]
 
 
 def _gains(optimizer: torch.optim.Optimizer, smaller: bool = False) -> bool:

@@ -46,12 +46,7 @@ class CompiledPasses:
             self._fall_back("in parts", f"torch {torch.__version__} cannot put a backward pass into a graph")
 
     def backward(
-        self,
-        batch: tuple[Any, ...],
-        signature: Signature,
-        params: list[torch.Tensor],
-        scaled: Scaled,
-        share: int,
+        self, batch: tuple[Any, ...], signature: Signature, params: list[torch.Tensor], scaled: Scaled, share: int
     ) -> torch.Tensor:
         """Run the passes, and leave the gradients in the parameters as ``loss.backward()`` would.
 

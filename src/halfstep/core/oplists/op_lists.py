@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..checks import check_flag
+from ..checks import check_flag, check_kind
 from ..errors import ArgumentTypeError, ArgumentValueError
 from .names import computes, known_names, resolve
 from .tables import Op, row_of
@@ -30,6 +30,7 @@ LIST_LEVELS = {
     "O1": "the half list in 16 bits, the float list in fp32, everything else in the widest dtype of its inputs",
     "O2": "as O1 with a float list of only embedding, interpolation and scatter",
     "OD": "matrix products and convolutions in 16 bits, everything else in fp32",
+    "none": "what the user has put on a list, and nothing else",
     "native": "what torch.autocast does by itself, which is not the same on the CPU and on CUDA",
 }
 
@@ -159,11 +160,11 @@ class OpLists:
         return op._replace(list=rule, reason=reason)
 
     def _listed(self, op: Op) -> tuple[str, str]:
-        if self.level == "native":
-            return "free", ""
         for name, (_, rule) in _CUSTOM.items():
             if op.name in getattr(self, name):
                 return rule, "custom"
+        if self.level in ("native", "none"):
+            return "free", ""
         if self.level == "OD" and op.reason != "matrix-unit":
             reason = op.reason if op.list == "float" else "default"
             return ("float", reason) if computes(op.name) else ("free", "")
@@ -208,6 +209,5 @@ def _names(which: str, ops: Iterable[object] | None) -> tuple[str, ...]:
         return ()
     if isinstance(ops, str):
         raise ArgumentTypeError(f"the {which} list is the string {ops!r}; pass a list of ops, [{ops!r}].")
-    if not isinstance(ops, Iterable):
-        raise ArgumentTypeError(f"the {which} list must be a list, tuple or set of ops, not {ops!r}.")
+    check_kind(f"the {which} list", ops, Iterable, "a list, tuple or set of ops")
     return tuple(sorted({name for op in ops for name in resolve(op)}))

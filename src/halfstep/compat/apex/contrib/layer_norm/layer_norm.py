@@ -15,11 +15,7 @@ class FastLayerNormFN:
 
     @staticmethod
     def apply(
-        x: torch.Tensor,
-        gamma: torch.Tensor,
-        beta: torch.Tensor,
-        epsilon: float = 1e-5,
-        memory_efficient: bool = False,
+        x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, epsilon: float = 1e-5, memory_efficient: bool = False
     ) -> torch.Tensor:
         """Normalize the last dimension of ``x``; ``memory_efficient`` changes no value and is not used."""
         return mixed_dtype_fused_layer_norm_affine(x, gamma, beta, [gamma.numel()], epsilon)
