@@ -24,6 +24,7 @@ BENCHMARKS = {
     "eight_bit": "8-bit moments against fp32 ones: loss of a small language model, bytes, time of a step",
     "muon": "a step of Muon: torch's, and FusedMuon in fp32 and with split masters, on the matrices of a transformer",
     "check": "halfstep.check on a model of many small tensors, and what halfstep.watch adds to a step",
+    "search": "planted faults that halfstep.search finds, and in how many guarded runs",
     "trainers": "a step in Lightning Fabric, with its own autocast and with halfstep's levels, and in a plain loop",
     "walks": "the files and functions of halfstep that one batch calls, for seven usual loops",
     "objects": "the kinds of objects of halfstep behind one attached optimizer, and their fields",

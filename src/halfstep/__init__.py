@@ -26,16 +26,21 @@ if TYPE_CHECKING:
     from .findings import watch as watch
     from .findings.memory import memory as memory
     from .model import Model as Model
+    from .searching import Guard as Guard
+    from .searching import SearchResult as SearchResult
+    from .searching import search as search
     from .train_step import TrainStep as TrainStep
 
 __all__ = [
     "Diagnosis",
     "DynamicLossScale",
     "Finding",
+    "Guard",
     "HalfstepError",
     "Model",
     "OpLists",
     "Policy",
+    "SearchResult",
     "StaticLossScale",
     "TrainStep",
     "__version__",
@@ -44,24 +49,24 @@ __all__ = [
     "diagnose",
     "memory",
     "numerics",
+    "search",
     "watch",
 ]
 
 # Imported when asked for: `halfstep --help` needs no torch, and a script needs few of the modules.
 _HOMES = {
+    **dict.fromkeys(("Finding", "check", "watch"), "findings"),
+    **dict.fromkeys(("Guard", "SearchResult", "search"), "searching"),
     "Diagnosis": "diagnosis",
     "DynamicLossScale": "core.loss_scale",
-    "Finding": "findings",
     "HalfstepError": "core.errors",
     "Model": "model",
     "OpLists": "core.oplists",
     "Policy": "core.policy",
     "StaticLossScale": "core.loss_scale",
     "TrainStep": "train_step",
-    "check": "findings",
     "diagnose": "diagnosis",
     "memory": "findings.memory",
-    "watch": "findings",
 }
 _MODULES = (
     *("amp", "apex", "fp16_utils", "integrations", "kernels", "metrics"),

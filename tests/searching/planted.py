@@ -1,7 +1,9 @@
 """Models with planted faults: modules that are right in fp32 and wrong in float16, at random places.
 
 Each fault takes numbers of size 1 and gives numbers of size 1, so that its borders are safe: only what it computes
-inside needs fp32. They were written before the search, and none was changed for it.
+inside needs fp32. They were written before the search. Three were changed after its first runs, which had shown that
+they were no faults, or more: a LayerNorm or a mean over places undid "variance" and "near equal", and "huge logits"
+was wrong as soon as its input was rounded.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ class Fault(nn.Module):
 
 
 def _variance(x: torch.Tensor) -> torch.Tensor:
-    shifted = x + 30.0
+    shifted = x + 100.0
     mean = shifted.mean(-1, keepdim=True)
     variance = (shifted * shifted).mean(-1, keepdim=True) - mean * mean
-    return (shifted - mean) * (variance + 1e-2).rsqrt()
+    return ((shifted - mean) * (variance + 1e-2).rsqrt()).tanh()
 
 
 def _huge_logits(x: torch.Tensor) -> torch.Tensor:
-    return x + (x * 1e6).softmax(-1)
+    return x + (8.0 * x + 1e5).softmax(-1)
 
 
 def _long_sum(x: torch.Tensor) -> torch.Tensor:
@@ -55,8 +57,8 @@ def _large_exp(x: torch.Tensor) -> torch.Tensor:
 
 
 def _near_equal(x: torch.Tensor) -> torch.Tensor:
-    p, q = x.softmax(-1), (x * 1.01).softmax(-1)
-    return x + 1e4 * (p * (p.log() - q.log())).sum(-1, keepdim=True)
+    p, q = x.softmax(-1), (x * 1.001).softmax(-1)
+    return x + 1e5 * p * (p.log() - q.log())
 
 
 FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

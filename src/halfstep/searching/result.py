@@ -1,0 +1,206 @@
+"""``SearchResult``: what must stay in fp32, with what was tried, as arguments of ``amp.initialize`` and as a page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import ArgumentValueError
+from ..core.oplists import OpLists
+from ..core.policy import Policy
+from ..core.text import counted
+from ..pages import Line, figure, header, lines, made_by, note, section, table, write_page, write_text
+from .guard import Outcome
+from .scores import Score
+from .trials import make_islands
+
+__all__ = ["SearchResult"]
+
+_FORMAT = "halfstep.search 1"
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The answer of a search. Print it.
+
+    Attributes:
+        status: "found" if the answer passes the guard, also on fresh batches; "cannot" if nothing that was tried does;
+            "interrupted" if Ctrl-C ended the search.
+        keep: the names of the units that stay in fp32; if the status is not "found", the smallest set that has passed,
+            or all units.
+        level: the opt level of the search.
+        dtype: the 16-bit dtype by its name.
+        unit: "module" or "op".
+        why: the reason, if the status is not "found".
+        tolerance: the largest difference of the loss that passes.
+        scores: the score of each unit, the highest first.
+        flops: the number of floating point operations in each unit's forward pass of one batch.
+        runs: the guarded runs in their order: the units in fp32, and the outcome.
+    """
+
+    status: str
+    keep: tuple[str, ...]
+    level: str
+    dtype: str
+    unit: str
+    why: str = ""
+    tolerance: float = 0.0
+    scores: dict[str, Score] = field(default_factory=dict)
+    flops: dict[str, int] = field(default_factory=dict)
+    runs: list[tuple[tuple[str, ...], Outcome]] = field(default_factory=list)
+
+    @property
+    def op_lists(self) -> OpLists | None:
+        """The op lists, for ``amp.initialize(op_lists=)``; None at O2."""
+        if self.level != "O1":
+            return None
+        return OpLists.custom(black=self.keep if self.unit == "op" else ())
+
+    @property
+    def policy(self) -> Policy:
+        """The policy, for ``amp.initialize(policy=)``."""
+        policy = Policy.from_level(self.level, self.dtype)
+        return policy if self.op_lists is None else policy.replace(op_lists=self.op_lists)
+
+    @property
+    def module_filter(self) -> Callable[[nn.Module, str], torch.dtype | None]:
+        """The dtype of each module, for ``module_filter=`` of ``amp.initialize`` and ``amp.decorate``."""
+        wide = self.keep if self.unit == "module" else ()
+
+        def dtype_of(module: nn.Module, name: str) -> torch.dtype | None:
+            inside = any(name == each or name.startswith(f"{each}.") for each in wide)
+            return torch.float32 if inside else None
+
+        return dtype_of
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that bring a model to the answer: ``amp.initialize(model, **result.options)``."""
+        options: dict[str, Any] = {"policy": self.policy}
+        if self.unit == "module" and self.level == "O2" and self.keep:
+            options["module_filter"] = self.module_filter
+        return options
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Let the modules of the answer compute in fp32 at O1, where ``amp.initialize`` has no argument for it.
+
+        Call it once, before ``amp.initialize`` or ``amp.auto_cast``. At O2, and for an answer in ops, it does nothing.
+
+        Returns:
+            The model.
+        """
+        if self.unit == "module" and self.level == "O1":
+            make_islands(map(model.get_submodule, self.keep), None)
+        return model
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The last outcome of a guarded run with the answer; None if it never ran."""
+        return next((outcome for wide, outcome in reversed(self.runs) if set(wide) == set(self.keep)), None)
+
+    def __str__(self) -> str:
+        asked = f"halfstep.search, {self.level} in {self.dtype}: "
+        runs = counted(len(self.runs), "guarded run")
+        if self.status != "found":
+            best = f" Known to pass: {', '.join(self.keep)}." if any(each.passed for _, each in self.runs) else ""
+            return f"{asked}{self.status}, after {runs}: {self.why}{best}"
+        total = sum(each.total for each in self.scores.values() if math.isfinite(each.total)) or 1.0
+        shares = [f"  keep fp32: {name}{self._share(name, total)}" for name in self.keep]
+        what = f"{counted(len(self.keep), self.unit)} must stay in fp32" if self.keep else "nothing must stay in fp32"
+        return "\n".join([f"{asked}{what}, after {runs}", *shares, f"  {self._losses()}"])
+
+    def _share(self, name: str, total: float) -> str:
+        if name not in self.scores:
+            return " (as asked)"
+        score = self.scores[name].total
+        return f" (score {score:.1e}, {score / total:.2%} of all)" if math.isfinite(score) else " (overflows)"
+
+    def _losses(self) -> str:
+        if (outcome := self.outcome) is None:
+            return ""
+        share = outcome.difference / abs(outcome.reference) if outcome.reference else 0.0
+        noise = self.tolerance / abs(outcome.reference) if outcome.reference else 0.0
+        return f"loss fp32 {outcome.reference:.5g}, here {outcome.loss:.5g} ({share:+.3%}, tolerance {noise:.3%})"
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each unit, the highest score first."""
+        return [
+            {"unit": name, "fp32": name in self.keep, "flops": self.flops.get(name, 0), **score._asdict()}
+            for name, score in self.scores.items()
+        ]
+
+    def frontier(self) -> list[tuple[float, float]]:
+        """Pairs (share of flops below fp32, loss) of the guarded runs, by the share."""
+        total = sum(self.flops.values()) or 1
+        pairs = {}
+        for wide, outcome in self.runs:
+            pairs[1.0 - sum(self.flops.get(name, 0) for name in wide) / total] = outcome.loss
+        return sorted(pairs.items())
+
+    def report(self, path: str | Path, command: str | None = None) -> None:
+        """Write one self-contained HTML page with the answer, the scores and the guarded runs.
+
+        Args:
+            path: the file; missing folders are created.
+            command: the command that made it, shown on the page.
+        """
+        parts = [header("halfstep search", "What must stay in fp32", made_by(command))]
+        parts += [note(line.strip()) for line in str(self).splitlines() if line.strip()]
+        points = [
+            (place + 1, math.log2(row["forward"] + row["backward"]))
+            for place, row in enumerate(self.table())
+            if 0.0 < row["forward"] + row["backward"] < math.inf
+        ]
+        if len(points) > 1:
+            low, high = (pick(value for _, value in points) for pick in (min, max))
+            drawn = [Line("score", points, stairs=True)]
+            picture = lines("Scores", "The score of each unit, by rank.", drawn, low=low - 1.0, high=high + 1.0)
+            parts.append(section("Scores", figure(picture, caption="Each unit by its rank, on a logarithmic scale.")))
+        rows = [
+            [row["unit"], "fp32" if row["fp32"] else self.dtype, f"{row['forward']:.2e}", f"{row['backward']:.2e}"]
+            for row in self.table()
+        ]
+        parts.append(section("Units", table(["unit", "stays in", "forward", "backward"], rows)))
+        runs = [
+            [
+                str(n),
+                ", ".join(wide) or "none",
+                f"{one.loss:.6g}",
+                f"{one.reference:.6g}",
+                "yes" if one.passed else "no",
+            ]
+            for n, (wide, one) in enumerate(self.runs, 1)
+        ]
+        parts.append(section("Guarded runs", table(["run", "in fp32", "loss", "loss of fp32", "passes"], runs)))
+        write_page(path, "What must stay in fp32", parts)
+
+    def save(self, path: str | Path) -> None:
+        """Write the result as JSON, for ``load``."""
+        write_text(path, json.dumps({"format": _FORMAT, **asdict(self)}, indent=1))
+
+    @classmethod
+    def load(cls, path: str | Path) -> SearchResult:
+        """Read what ``save`` has written.
+
+        Raises:
+            ArgumentValueError: for a file that is no saved result.
+        """
+        try:
+            known = json.loads(Path(path).read_text(encoding="utf-8"))
+            if known.pop("format") != _FORMAT:
+                raise KeyError("format")
+            known["keep"] = tuple(known["keep"])
+            known["scores"] = {name: Score(*score) for name, score in known["scores"].items()}
+            known["runs"] = [(tuple(wide), Outcome(*outcome)) for wide, outcome in known["runs"]]
+            return cls(**known)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArgumentValueError(
+                f"{str(path)!r} is no result of a search ({error!r}); result.save(path) writes one."
+            ) from error

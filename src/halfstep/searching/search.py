@@ -1,0 +1,204 @@
+"""``search``: finds the smallest part of a model that must stay in fp32, proven by the loss."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..casting.scope import NO_CASTING
+from ..core.checks import check_count, check_kind
+from ..core.dtypes import dtype_name, is_half, parse_half
+from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..findings.forward import same_random_numbers
+from .finder import CannotError, Finder
+from .guard import Guard
+from .result import SearchResult
+from .scores import module_scores, op_scores
+from .trials import Setting, Trials, copied
+from .units import Seen, chosen, watched
+
+__all__ = ["search"]
+
+logger = logging.getLogger("halfstep")
+
+_RANGE = {torch.float16: 2.0**15, torch.bfloat16: math.inf}
+"""The size of a number from which on its unit comes first, regardless of its score."""
+
+
+def search(
+    model: nn.Module,
+    step: Callable[[nn.Module, Any], torch.Tensor],
+    batches: Iterable[Any],
+    *,
+    dtype: torch.dtype | str = "float16",
+    level: str = "O1",
+    products: Any = None,
+    guard: Guard | None = None,
+    unit: str = "module",
+    passes: bool = False,
+    score_batches: int = 8,
+    budget: int | None = None,
+    keep: Iterable[str] | None = None,
+    checkpoint: str | Path | None = None,
+    progress: bool | Callable[[str, int, str], object] = True,
+) -> SearchResult:
+    """Find what must stay in fp32.
+
+    ::
+
+        result = halfstep.search(model, lambda model, batch: loss_fn(model(batch[0]), batch[1]), loader, level="O2")
+        print(result)
+        model, optimizer = amp.initialize(result.apply(model), optimizer, **result.options)
+
+    All in 16 bits is tried first. If its loss is the loss of fp32, the search ends. Otherwise units are scored in one
+    pass over a few batches, and 1, 2, 4, 8 ... of them are put in fp32, the highest score first, until the loss is the
+    loss of fp32. Then each is taken out that is not needed. The answer is confirmed on batches that the search has not
+    seen. Only copies of the model run, so it is as before afterwards, and so is the random state, also after an error.
+
+    Args:
+        model: in fp32, on any device, before ``amp.initialize``.
+        step: a function that is called as ``step(model, batch)`` with copies of the model. It returns the loss and runs
+            no backward pass.
+        batches: as many as twice ``score_batches`` are used, the second half to confirm the answer. With fewer, all
+            but the last half of what there is.
+        dtype: float16 or bfloat16.
+        level: "O1" or "O2".
+        products: reserved for formats of eight bits and fewer.
+        guard: the test that decides; None for the loss, with a tolerance from its own noise.
+        unit: "module", or, at O1, "op": then the answer is a choice of op lists.
+        passes: True to search in forward and backward passes on their own, which needs ``products``.
+        score_batches: the number of batches that are scored, and that a guarded run takes.
+        budget: the largest number of guarded runs; None for no limit.
+        keep: units that stay in fp32 in any case, as names or patterns of ``fnmatch``.
+        checkpoint: a file in which scores and guarded runs are kept; a search that finds it goes on from there.
+        progress: True to log each stage and each guarded run; or a function called with the stage, the number of
+            guarded runs and what is known.
+
+    Returns:
+        The answer, also if there is none (``status``), or if Ctrl-C has ended the search.
+
+    Raises:
+        ArgumentTypeError: for an argument of another type.
+        ArgumentValueError: for a value that is not allowed, no batches, or a checkpoint of another search.
+        UsageError: for a model that has no parameters, has 16-bit ones or cannot be copied, for a step that returns no
+            scalar, runs a backward pass or does not call the model that it is given, or for a loss that is not finite
+            in fp32.
+    """
+    if products is not None or passes:
+        raise UsageError("search has no products= and passes= yet: it finds what must stay in fp32 beside 16 bits.")
+    setting = _check(model, step, dtype, level, unit)
+    guard = Guard() if guard is None else guard
+    check_kind("guard", guard, Guard, "a halfstep.Guard, or None")
+    check_count("score_batches", score_batches)
+    if budget is not None:
+        check_count("budget", budget)
+    if isinstance(keep, str):
+        raise ArgumentTypeError(f"keep={keep!r} must be a list of names or patterns: keep=[{keep!r}].")
+    halves = _split(batches, score_batches)
+    say = _log if progress is True else progress if callable(progress) else _silent
+    with same_random_numbers(model):
+        seen, flops = _watch(model, step, halves[0][0])
+        units = seen.ops() if unit == "op" else seen.modules(model)
+        limit = _RANGE[setting.dtype]
+        finder = Finder(
+            trials=Trials(model, step, guard.metric, setting),
+            guard=guard,
+            batches=halves,
+            units=units,
+            always=chosen(units, keep or ()),
+            score=lambda: (op_scores if unit == "op" else module_scores)(model, units, step, halves[0], setting),
+            early={name for name, largest in seen.largest.items() if largest > limit},
+            budget=budget,
+            checkpoint=checkpoint,
+            say=say,
+        )
+        status, why = "found", ""
+        try:
+            found = finder.find()
+        except KeyboardInterrupt:
+            status, why = "interrupted", "Ctrl-C has ended it; a search with the same checkpoint= goes on from there."
+        except CannotError as no:
+            status, why = "cannot", str(no)
+        if status != "found":
+            found = finder.best()
+    return SearchResult(
+        *(status, tuple(found), level, dtype_name(setting.dtype), unit, why, finder.tolerance),
+        *(finder.scores, {name: flops.get(name, 0) for name in units}, finder.history),
+    )
+
+
+def _log(stage: str, runs: int, known: str) -> None:
+    logger.info("search: %s, %d guarded runs, %s", stage, runs, known)
+
+
+def _silent(*_: Any) -> None:
+    pass
+
+
+def _check(model: nn.Module, step: Any, dtype: Any, level: str, unit: str) -> Setting:
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
+    if not callable(step):
+        raise ArgumentTypeError(f"step={step!r} must be a function of (model, batch) that returns the loss.")
+    if level not in ("O1", "O2"):
+        raise ArgumentValueError(f"level={level!r} must be 'O1' or 'O2', the levels that have parts in fp32.")
+    if unit not in ("module", "op"):
+        raise ArgumentValueError(f"unit={unit!r} must be 'module' or 'op'.")
+    if unit == "op" and level != "O1":
+        raise UsageError("unit='op' finds op lists, and only O1 casts by op lists; use level='O1' or unit='module'.")
+    if next(model.parameters(), None) is None:
+        raise UsageError(f"{type(model).__name__} has no parameters, so there is no training to search for.")
+    half = next((name for name, p in model.named_parameters() if is_half(p)), None)
+    if half is not None:
+        raise UsageError(
+            f"{half} of the model is in 16 bits already, and search compares with fp32. Give it the model in fp32, "
+            "before amp.initialize."
+        )
+    return Setting(parse_half(dtype), level, unit)
+
+
+def _split(batches: Iterable[Any], count: int) -> tuple[list[Any], list[Any]]:
+    """Divide the batches into one half for guarded runs and another to confirm."""
+    if isinstance(batches, torch.Tensor) or not isinstance(batches, Iterable):
+        raise ArgumentTypeError(f"batches must be a loader or a list of batches, not {type(batches).__name__}.")
+    found = list(itertools.islice(batches, 2 * count))
+    if len(found) < 2:
+        raise ArgumentValueError(
+            f"batches has {len(found)} batches; a search takes at least 2, and better {2 * count} (twice "
+            "score_batches): one half decides, and the other confirms."
+        )
+    return found[: len(found) // 2], found[len(found) // 2 :]
+
+
+def _watch(model: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any) -> tuple[Seen, dict[str, int]]:
+    """Watch a pass in fp32 and check what the step does.
+
+    Raises:
+        UsageError: for a step that cannot be searched.
+    """
+    copy = copied(model)
+    copy.zero_grad()
+    losses: list[Any] = []
+    counter = FlopCounterMode(display=False)
+    with NO_CASTING, counter:
+        seen = watched(copy, lambda: losses.append(step(copy, batch)))
+    loss = losses[0]
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(type(loss).__name__)
+        raise UsageError(f"step must return the loss, a tensor with one number, and it returned {what}.")
+    if any(p.grad is not None for p in copy.parameters()):
+        raise UsageError("step ran a backward pass; let it return the loss only: search runs the backward passes.")
+    if not seen.called:
+        raise UsageError("step did not call the model that it was given: use its argument, as search passes copies.")
+    if loss.grad_fn is None:
+        raise UsageError("The loss of step has no gradient: it must come from the model, outside of torch.no_grad().")
+    root = type(copy).__name__
+    counts = {name.removeprefix(f"{root}."): sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    return seen, counts

@@ -1,0 +1,100 @@
+"""Units of a search: the smallest modules whose ops can be put in fp32, or the ops that run in 16 bits."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.oplists import OpLists
+from ..core.oplists.names import computes, spellings
+from ..core.torch_compat import DisableTorchFunction
+from ..observe.names import ROOT, qualified_names
+from ..observe.ops import FunctionCall
+from ..observe.watch import CallWatch
+
+__all__ = ["Seen", "chosen", "watched"]
+
+_HARMLESS = frozenset((
+    *("add", "sub", "mul", "cat", "stack", "dropout", "relu", "silu", "gelu", "sigmoid", "tanh", "abs", "neg", "pad"),
+    *("max_pool1d", "max_pool2d", "max_pool3d", "interpolate", "clone", "contiguous", "flatten", "embedding", "where"),
+    *("avg_pool2d", "adaptive_avg_pool2d", "zeros", "ones", "arange", "masked_fill", "mean"),
+))  # fmt: skip
+"""Functions that a container may call between its modules without being a unit by itself."""
+
+
+class Seen:
+    """The record of a watched pass in fp32.
+
+    Attributes:
+        called: the names of the modules that ran, in the order of their first calls.
+        own: the canonical names of the functions that each module called outside of its submodules.
+        largest: the largest absolute number that each module read or gave.
+    """
+
+    def __init__(self) -> None:
+        self.called: dict[str, None] = {}
+        self.own: dict[str, set[str]] = {}
+        self.largest: dict[str, float] = {}
+
+    def entered(self, call: Any, args: Any, kwargs: Any) -> None:
+        """Note a call of a module, and its inputs."""
+        self.called.setdefault(call.name)
+        self._note(call.name, args)
+
+    def returned(self, call: Any, args: Any, output: Any) -> None:
+        """Note the result of a call."""
+        self._note(call.name, output if isinstance(output, (tuple, list)) else (output,))
+
+    def _note(self, name: str, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+                with DisableTorchFunction():  # the watch would take them for ops of the module
+                    amax = float(value.detach().abs().amax())
+                self.largest[name] = max(self.largest.get(name, 0.0), amax)
+
+    def ops(self) -> list[str]:
+        """The ops that O1 leaves in 16 bits, in the order of their names."""
+        lists = OpLists.default()
+        names = {name for own in self.own.values() for name in own if computes(name)}
+        return sorted(name for name in names if lists.rule_of(name) not in ("float", "banned"))
+
+    def modules(self, model: nn.Module) -> list[str]:
+        """The names of the modules that are units, in the order of their first calls.
+
+        A module that computes by itself is a unit with all that is in it, such as attention with its softmax. The model
+        itself is none: with all of it in fp32 there is nothing left to find.
+        """
+        found: list[str] = []
+        for name in self.called:
+            if name == ROOT or any(name.startswith(f"{outer}.") for outer in found):
+                continue
+            inner = any(other.startswith(f"{name}.") for other in self.called)
+            if not inner or self.own.get(name, set()) - _HARMLESS:
+                found.append(name)
+        return found
+
+
+def watched(model: nn.Module, run: Callable[[], Any]) -> Seen:
+    """Watch one pass of a model in fp32."""
+    seen = Seen()
+    watch: CallWatch
+
+    def note(call: FunctionCall) -> None:
+        spelling = spellings().get(call.function)
+        if spelling is not None and computes(spelling[0]) and watch.running:
+            seen.own.setdefault(watch.running[-1].name, set()).add(spelling[0])
+
+    watch = CallWatch(qualified_names(model), modules=seen, functions=note)
+    with watch:
+        run()
+    return seen
+
+
+def chosen(units: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """The units that match a pattern, or lie in a module that does."""
+    parts = list(patterns)
+    return [unit for unit in units if any(fnmatch.fnmatch(unit, part) or unit.startswith(f"{part}.") for part in parts)]
