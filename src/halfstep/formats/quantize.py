@@ -6,6 +6,7 @@ import torch
 
 from ..core.checks import check_kind
 from ..core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
+from ..kernels.launch import backend_for
 from .elements import values
 from .format import Format
 from .reference import bits, block_scales, round_elements, tensor_scale
@@ -124,9 +125,18 @@ def round_to(
             f"out= must have the shape and the dtype of the tensor, {tuple(tensor.shape)} and {tensor.dtype}, not "
             f"{tuple(out.shape)} and {out.dtype}."
         )
+    seed = _seed(format, generator)
+    if tensor.numel() and backend_for(tensor.device) == "compiled":
+        from . import compiled
+
+        source = tensor.contiguous()
+        target = out if out is not None and out.is_contiguous() else torch.empty_like(source)
+        largest = None if amax is None else abs(float(amax))
+        if compiled.round_to(source.detach(), target.detach(), format, dim, largest, seed):
+            return target if out is None or out is target else out.copy_(target)
     blocks = _blocked(tensor, format, dim).float()
     _, inverse, scale, _ = _scales(blocks, format, amax)
-    rounded = _rounded(blocks, inverse, tensor, format, dim, _seed(format, generator))
+    rounded = _rounded(blocks, inverse, tensor, format, dim, seed)
     result = _restored(rounded * scale, format, tensor.shape, dim).to(tensor.dtype)
     return result if out is None else out.copy_(result)
 

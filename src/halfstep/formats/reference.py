@@ -45,7 +45,7 @@ def rule_addend(format: Format) -> int:
 
 def tensor_scale(largest: torch.Tensor, element: Element) -> torch.Tensor:
     """Return the fp32 scale of a tensor with which e4m3 scales of its blocks reach 448."""
-    scale = (largest / torch.tensor(448.0 * element.greatest)).clamp(min=LEAST_TENSOR_SCALE)
+    scale = (largest / torch.tensor(448.0 * element.greatest, device=largest.device)).clamp(min=LEAST_TENSOR_SCALE)
     return torch.where(largest == 0, 1.0, scale)
 
 
@@ -63,15 +63,18 @@ def block_scales(
         The scales as they are stored, the factors in front of elements, and what rounded elements are multiplied by.
     """
     element = format.numbers
+    # As a tensor: torch multiplies by the reciprocal of a number that it divides, which rounds twice.
+    greatest = torch.tensor(element.greatest, device=largest.device)
     if of_tensor is not None:
-        wanted = (largest / element.greatest) / of_tensor
+        wanted = (largest / greatest) / of_tensor
         stored = wanted.clamp(LEAST_BLOCK_SCALE, 448.0).to(torch.float8_e4m3fn)
         scale = stored.float()
-        return stored, (1.0 / of_tensor) / scale, scale * of_tensor
+        return stored, of_tensor.reciprocal() / scale, scale * of_tensor
     if format.scale == "fp32":
-        inverse = (element.greatest / largest).clamp(max=GREATEST_INVERSE)
+        inverse = (greatest / largest).clamp(max=GREATEST_INVERSE)
         inverse = torch.where(largest == 0, 1.0, inverse)
-        return 1.0 / inverse, inverse, 1.0 / inverse
+        scale = inverse.reciprocal()
+        return scale, inverse, scale
     exponent = ((bits(largest) + rule_addend(format)) >> 23) - element.greatest_exponent
     infinite = largest.isinf()
     if format.scale_rule == "rceil":

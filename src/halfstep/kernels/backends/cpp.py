@@ -18,14 +18,14 @@ from ..tensor_table import TensorTable
 from . import compiler
 from .blockwise_source import CPP_PRELUDE, suffix
 
-__all__ = ["CppLauncher"]
+__all__ = ["C_TYPES", "PRELUDE", "CppLauncher"]
 
 _CHUNK = 32768  # elements: 128 KiB of fp32, so that a thread's piece stays in its L2 cache
 _SERIAL = 65536  # fewer elements than this are not worth waking threads for
 _RUN = 512  # elements whose squares are summed at once
 _AHEAD = 4096  # elements: the prefetch distance of a kernel that only reads
 _LINE = 16  # elements of fp32 in a cache line
-_C_TYPES = {
+C_TYPES = {
     torch.float32: "float",
     torch.float64: "double",
     torch.float16: "half",
@@ -34,7 +34,7 @@ _C_TYPES = {
     torch.uint8: "uint8_t",
 }
 
-_PRELUDE = """
+PRELUDE = """
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -222,7 +222,7 @@ def source(kernel: ElementwiseKernel, layout: Layout) -> str:
         setup.append(f"const uint32_t seed = bits_of((float)scalars[{names.index('seed')} * rows + r]);")
     for name, slot, storage in layout.columns:
         for part, dtype in enumerate(storage.dtypes):
-            kind = _C_TYPES[dtype]
+            kind = C_TYPES[dtype]
             place = "begin" if part < storage.elementwise else (f"begin / {BLOCK}", "0")[part - storage.elementwise]
             setup.append(f"{kind}* const {name}{part} = ({kind}*)table[{slot + part} * rows + r] + {place};")
     storages = {name: storage for name, _, storage in layout.columns}
@@ -251,8 +251,8 @@ def source(kernel: ElementwiseKernel, layout: Layout) -> str:
     else:
         loops = _loop("0", "n", clauses, body)
     parts = {"setup": _indent(setup, 4), "loops": _indent(loops, 4), "finish": _indent(finish, 4)}
-    acc = _C_TYPES[layout.compute_dtype]
-    return _PRELUDE % {"acc": acc} + (CPP_PRELUDE if coded else "") + _ENTRY % parts
+    acc = C_TYPES[layout.compute_dtype]
+    return PRELUDE % {"acc": acc} + (CPP_PRELUDE if coded else "") + _ENTRY % parts
 
 
 def _loop(begin: str, end: str, clauses: str, body: list[str]) -> list[str]:
@@ -326,7 +326,7 @@ def _stores(name: str, storage: Storage, value: str) -> list[str]:
         return [f"{name}0[i] = stochastic({value}, seed, (uint32_t)(begin + i));"]
     if storage.kind == "blockwise":
         return [f"{name}_new[i - from] = (float){value};"]
-    kinds = [_C_TYPES[dtype] for dtype in storage.dtypes]
+    kinds = [C_TYPES[dtype] for dtype in storage.dtypes]
     if storage.kind == "plain":  # the weight is the rounded master, not a float64 value rounded once
         return [f"{name}0[i] = (float){value};", f"{name}1[i] = narrow<{kinds[1]}>({name}0[i]);"]
     return [f"{name}{part}[i] = narrow<{kind}>({value});" for part, kind in enumerate(kinds)]

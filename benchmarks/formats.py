@@ -1,0 +1,74 @@
+"""Rounding a tensor to each number format, divided by ``copy_`` of the tensor.
+
+It rounds a tensor of 4096 x 1024 into a buffer that is kept, with blocks along its last dimension and along its first
+one. For the comparison "torch cast" is a cast to float8_e4m3fn and back, and "torchao" its ``to_mx`` and
+``dequantize`` for MXFP8, where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import warnings
+from functools import partial
+
+import torch
+
+from halfstep.core.dtypes import dtype_name
+from halfstep.formats import Format
+from halfstep.formats.format import FORMATS
+from halfstep.formats.quantize import round_to
+from halfstep.kernels import backend_for
+
+from .harness import Contender, Timing, add_common_arguments, interleave, pick_device, table, write_json
+
+BASELINE = "copy"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common_arguments(parser)
+    parser.add_argument("--size", type=int, nargs=2, default=[4096, 1024], help="default: 4096 1024")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], action="append", help="default: fp32, bf16"
+    )
+    parser.add_argument("--format", action="append", help="a format as it prints; default: all that have a name")
+
+
+def run(args: argparse.Namespace) -> int:
+    device = pick_device(args.device)
+    limits = {"rounds": args.steps, "min_seconds": args.min_seconds, "max_seconds": args.max_seconds}
+    everything: list[Timing] = []
+    formats = [Format.parse(text) for text in args.format or FORMATS]
+    if not args.format:
+        formats += [FORMATS[name].replace(rounding="stochastic") for name in ("fp8_e4m3", "mxfp8", "nvfp4")]
+    for name in args.dtype or ["float32", "bfloat16"]:
+        dtype: torch.dtype = getattr(torch, name)
+        source = torch.randn(*args.size, device=device).to(dtype)
+        out = torch.empty_like(source)
+        print(f"{dtype_name(dtype)}, backend {backend_for(device)}, {torch.get_num_threads()} threads")
+        contenders = [Contender(BASELINE, partial(out.copy_, source)), Contender("torch cast", partial(_cast, source))]
+        for format in formats:
+            contenders.append(Contender(str(format), partial(round_to, source, format, out=out)))
+            if format.block != "tensor" and format.sides != (128, 128):
+                contenders.append(Contender(f"{format}, dim=0", partial(round_to, source, format, dim=0, out=out)))
+        if importlib.util.find_spec("torchao") and dtype is not torch.float16:
+            contenders.append(Contender("torchao mxfp8", partial(_torchao, source)))
+        timings = interleave(contenders, device=device, baseline=BASELINE, **limits)
+        print(table(timings, BASELINE))
+        everything += [Timing(f"{name}, {timing.name}", timing.seconds, timing.ratio) for timing in timings]
+    if args.json:
+        write_json(args.json, "formats", device, limits, BASELINE, everything)
+    return 0
+
+
+def _cast(source: torch.Tensor) -> torch.Tensor:
+    return source.to(torch.float8_e4m3fn).to(source.dtype)
+
+
+def _torchao(source: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+        quantized = MXTensor.to_mx(source, torch.float8_e4m3fn, 32)
+        return quantized.dequantize(source.dtype)

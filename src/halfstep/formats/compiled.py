@@ -1,0 +1,274 @@
+"""Rounding to a format in one pass over memory, in C++ for the CPU; ``reference.py`` has the same arithmetic.
+
+The loops are plain and the compiler vectorizes them, so nothing in them branches: a choice is a mask or a minimum of
+integers. The bits of magnitudes are compared as integers, where a NaN is above infinity and every order is kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from ..kernels.backends import compiler
+from ..kernels.backends.cpp import C_TYPES, PRELUDE
+from .format import Format
+from .reference import GREATEST_INVERSE, LEAST_BLOCK_SCALE, LEAST_TENSOR_SCALE, rule_addend
+
+__all__ = ["round_to"]
+
+_SERIAL = 32768  # fewer elements than this are not worth waking threads for
+
+_SOURCE = """
+typedef int32_t i32;
+typedef int64_t i64;
+typedef uint32_t u32;
+static inline i32 ib(float x) { return (i32)bits_of(x); }
+static inline float fb(i32 u) { return of_bits((u32)u); }
+static inline i32 least(i32 a, i32 b) { return a < b ? a : b; }
+static inline i32 most(i32 a, i32 b) { return a > b ? a : b; }
+const i32 ABS = 0x7fffffff, INF = 0x7f800000, SIGN = INT32_MIN, NAN_BITS = 0x7fc00000;
+struct Run { i32 addend, infinite; float of_tensor; u32 seed; };
+
+// Nearest even by an addition: |y| in [2^e, 2^(e+1)) plus 2^(e+23-M) keeps exactly M fraction bits. e is held at the
+// least exponent or above, which makes the subnormal numbers.
+template <int M, int LEAST> static inline float even(float held) {
+  const float k = fb(most(ib(held) & INF, (LEAST + 127) << 23) + ((23 - M) << 23));
+  return (held + k) - k;
+}
+static inline u32 random_bits(u32 i, u32 seed) {
+  u32 h = i * 0x9e3779b1u + seed;
+  h = (h ^ (h >> 15)) * 0x2c1b3c6du;
+  h = (h ^ (h >> 12)) * 0x297a2d39u;
+  return (h ^ (h >> 15)) >> 8;
+}
+static inline float element(float y, u32 i, u32 seed) {
+  const i32 b = ib(y), a = b & ABS, held = least(a, %(cap)d);
+#if %(even)d
+  i32 r = ib(even<%(mantissa)d, %(least)d>(fb(held)));
+#else
+  const i32 spacing = most(held & INF, (%(least)d + 127) << 23) - (%(mantissa)d << 23);
+  const float t = fb(held) * fb((254 << 23) - spacing);  // exact
+  const i32 whole = (i32)t;
+  const float rest = t - (float)whole;
+  const i32 up = %(up)s;
+  i32 r = ib((float)(whole + up) * fb(spacing));
+#endif
+#if !%(saturate)d
+  const i32 over = -(i32)(r > %(greatest)d);
+  r = (r & ~over) | (%(overflow)d & over);
+#endif
+  const i32 nan = -(i32)(a > INF);
+  return fb(((r | (b & SIGN)) & ~nan) | (b & nan));
+}
+static inline float power(i32 e) { return fb(e == 0 ? 1 << 22 : e << 23); }
+// The factor in front of elements, and what rounded elements are multiplied by.
+static inline void scales(i32 am, const Run& run, float& before, float& after) {
+#if %(e4m3)d
+  float s = (fb(am) / %(max)s) / run.of_tensor;
+  s = s < %(least_block)s ? %(least_block)s : s;
+  s = s > 448.0f ? 448.0f : s;
+  const float stored = even<3, -6>(s);
+  before = (1.0f / run.of_tensor) / stored;
+  after = stored * run.of_tensor;
+#elif %(e8m0)d
+  i32 e = (i32)((((u32)am + (u32)run.addend) >> 23) - %(top)d);
+  e = am == INF ? (run.infinite ? run.infinite : e) : e;
+  e = most(least(e, 254), 0);
+  const i32 poison = -(i32)(am > %(poison)d);
+  before = fb((ib(power(254 - e)) & ~poison) | (NAN_BITS & poison));
+  after = fb((ib(power(e)) & ~poison) | (NAN_BITS & poison));
+#else
+  float s = %(max)s / fb(am);
+  s = s > %(most_inverse)s ? %(most_inverse)s : s;
+  before = am == 0 ? 1.0f : s;
+  after = 1.0f / before;
+#endif
+}
+static inline i32 bits_at(const T* x) { return ib(wide(*x)) & ABS; }
+static i32 largest(const T* x, i64 n, int threads) {
+  i32 r = 0;
+  #pragma omp parallel for simd schedule(static) num_threads(threads) if (threads > 1) reduction(max:r)
+  for (i64 i = 0; i < n; ++i) r = most(r, bits_at(x + i));
+  return r;
+}
+static inline void pass(const T* x, T* y, i64 n, float before, float after, u32 place, u32 seed) {
+  #pragma omp simd
+  for (i64 i = 0; i < n; ++i) y[i] = narrow<T>(element(wide(x[i]) * before, place + (u32)i, seed) * after);
+}
+// Blocks one after the other in memory, SOME at once: their scales are vectors too.
+template <int SIDE> static void rows(const T* x, T* y, i64 count, i64 n, const Run& run, int threads) {
+  const int SOME = SIDE ? 64 : 1;
+  const i64 side = SIDE ? SIDE : n, chunks = (count + SOME - 1) / SOME;
+  #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (i64 c = 0; c < chunks; ++c) {
+    i32 am[SOME];
+    float before[SOME], after[SOME];
+    const int m = (int)(count - c * SOME < SOME ? count - c * SOME : SOME);
+    const T* xc = x + c * SOME * side;
+    T* yc = y + c * SOME * side;
+    for (int b = 0; b < m; ++b) {
+      i32 r = 0;
+      for (i64 i = 0; i < side; ++i) r = most(r, bits_at(xc + b * side + i));
+      am[b] = r;
+    }
+    for (int b = 0; b < m; ++b) scales(am[b], run, before[b], after[b]);
+    for (int b = 0; b < m; ++b)
+      pass(xc + b * side, yc + b * side, side, before[b], after[b], (u32)((c * SOME + b) * side), run.seed);
+  }
+}
+// Blocks down the columns of matrices: 64 columns at once.
+static void columns(const T* x, T* y, i64 blocks, i64 side, i64 width, const Run& run, int threads) {
+  const int SOME = 64;
+  const i64 windows = (width + SOME - 1) / SOME;
+  #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (i64 c = 0; c < blocks * windows; ++c) {
+    const i64 left = c %% windows * SOME, start = c / windows * side * width + left;
+    const int m = (int)(width - left < SOME ? width - left : SOME);
+    i32 am[SOME] = {};
+    float before[SOME], after[SOME];
+    for (i64 i = 0; i < side; ++i) {
+      const T* xi = x + start + i * width;
+      for (int j = 0; j < m; ++j) am[j] = most(am[j], bits_at(xi + j));
+    }
+    for (int j = 0; j < m; ++j) scales(am[j], run, before[j], after[j]);
+    for (i64 i = 0; i < side; ++i) {
+      const T* xi = x + start + i * width;
+      T* yi = y + start + i * width;
+      const u32 place = (u32)(start + i * width);
+      #pragma omp simd
+      for (int j = 0; j < m; ++j)
+        yi[j] = narrow<T>(element(wide(xi[j]) * before[j], place + (u32)j, run.seed) * after[j]);
+    }
+  }
+}
+template <int SIDE> static void squares(const T* x, T* y, i64 height, i64 width, const Run& run, int threads) {
+  #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (threads > 1)
+  for (i64 up = 0; up < height; up += SIDE)
+    for (i64 left = 0; left < width; left += SIDE) {
+      i32 r = 0;
+      float before, after;
+      for (int i = 0; i < SIDE; ++i) {
+        const T* xi = x + (up + i) * width + left;
+        for (int j = 0; j < SIDE; ++j) r = most(r, bits_at(xi + j));
+      }
+      scales(r, run, before, after);
+      for (int i = 0; i < SIDE; ++i) {
+        const i64 start = (up + i) * width + left;
+        pass(x + start, y + start, SIDE, before, after, (u32)start, run.seed);
+      }
+    }
+}
+// A tensor of `outer` matrices, of `n` rows (the dimension of the blocks) and `inner` columns.
+extern "C" void run(const T* x, T* y, i64 outer, i64 n, i64 inner, i32 addend, i32 infinite, float amax, u32 seed,
+                    int threads) {
+  Run run = {addend, infinite, 1.0f, seed};
+  const i64 all = outer * n * inner;
+#if %(tensor)d
+  float before, after;
+  scales(amax < 0.0f ? largest(x, all, threads) : ib(amax), run, before, after);
+  const i64 piece = 16384;
+  #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (i64 i = 0; i < all; i += piece)
+    pass(x + i, y + i, all - i < piece ? all - i : piece, before, after, (u32)i, seed);
+#else
+#if %(e4m3)d
+  const i32 most_of_all = largest(x, all, threads);
+  const float s = fb(most_of_all) / %(max_twice)s;
+  run.of_tensor = most_of_all == 0 ? 1.0f : (s < %(least_tensor)s ? %(least_tensor)s : s);
+#endif
+#if %(square)d
+  squares<%(side)d>(x, y, outer * n, inner, run, threads);
+#else
+  const i64 side = %(side)d ? %(side)d : n;
+  if (inner == 1) rows<%(side)d>(x, y, all / side, side, run, threads);
+  else columns(x, y, outer * n / side, side, inner, run, threads);
+#endif
+#endif
+}
+"""
+
+
+def round_to(tensor: torch.Tensor, out: torch.Tensor, format: Format, dim: int, amax: float | None, seed: int) -> bool:
+    """Round a tensor into ``out``, both contiguous.
+
+    Returns:
+        True if it was done; False where the library cannot be built, or the sides of squares are not along the last two
+        dimensions. Then nothing was written.
+    """
+    square = format.sides is not None and format.sides[0] > 1
+    dim %= max(1, tensor.dim())
+    if square and dim < tensor.dim() - 2:
+        return False
+    try:
+        run = _run(format.replace(scale_rule="floor"), tensor.dtype)
+    except compiler.FAILURES as error:
+        compiler.give_up(error)
+        return False
+    shape = tensor.shape
+    if square:
+        outer, n, inner = tensor.numel() // (shape[-1] * shape[-2]), shape[-2], shape[-1]
+    elif format.block == "tensor":
+        outer, n, inner = 1, 1, tensor.numel()
+    else:
+        n, inner = shape[dim], shape[dim + 1 :].numel()
+        outer = tensor.numel() // (n * inner)
+    run(
+        tensor.data_ptr(),
+        out.data_ptr(),
+        *(outer, n, inner),
+        rule_addend(format),
+        254 if format.scale_rule == "rceil" else 0,
+        -1.0 if amax is None else amax,
+        seed,
+        torch.get_num_threads() if tensor.numel() >= _SERIAL else 1,
+    )
+    return True
+
+
+@functools.cache
+def _run(format: Format, dtype: torch.dtype) -> ctypes._NamedFuncPointer:
+    run = compiler.build("format", source(format, dtype)).run
+    pointer, integer, short = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    run.argtypes = [pointer] * 2 + [integer] * 3 + [short] * 2 + [ctypes.c_float, ctypes.c_uint32, ctypes.c_int]
+    run.restype = None
+    return run
+
+
+def source(format: Format, dtype: torch.dtype) -> str:
+    """Print the C++ source that rounds tensors of a dtype to a format; a scale rule is an argument of it."""
+    element = format.numbers
+    greatest = _bits(element.greatest)
+    sides = format.sides or (1, 0)
+    facts = {
+        "mantissa": element.mantissa,
+        "least": element.least_exponent,
+        "top": element.greatest_exponent,
+        "max": _literal(element.greatest),
+        "max_twice": _literal(448.0 * element.greatest),
+        "greatest": greatest,
+        "cap": greatest if format.saturate else _bits(2 * element.greatest),
+        "saturate": format.saturate,
+        "overflow": _bits(0.0 if element.overflow is None else element.overflow),
+        "poison": 0x7F800000 - (element.greatest_exponent == 0),
+        "even": format.rounding == "even",
+        "up": "rest >= 0.5f" if format.rounding == "away" else "(i32)(rest * 16777216.0f) > (i32)random_bits(i, seed)",
+        "e4m3": format.scale == "e4m3",
+        "e8m0": format.scale == "e8m0",
+        "least_block": _literal(LEAST_BLOCK_SCALE),
+        "least_tensor": _literal(LEAST_TENSOR_SCALE),
+        "most_inverse": _literal(GREATEST_INVERSE),
+        "tensor": format.block == "tensor",
+        "square": sides[0] > 1,
+        "side": sides[1],
+    }
+    return PRELUDE % {"acc": "float"} + f"typedef {C_TYPES[dtype]} T;\n" + _SOURCE % facts
+
+
+def _bits(number: float) -> int:
+    return int(torch.tensor(number).view(torch.int32))
+
+
+def _literal(number: float) -> str:
+    return number.hex() + "f"
