@@ -29,7 +29,7 @@ static inline float fb(i32 u) { return of_bits((u32)u); }
 static inline i32 least(i32 a, i32 b) { return a < b ? a : b; }
 static inline i32 most(i32 a, i32 b) { return a > b ? a : b; }
 const i32 ABS = 0x7fffffff, INF = 0x7f800000, SIGN = INT32_MIN, NAN_BITS = 0x7fc00000;
-struct Run { i32 addend, infinite; float of_tensor; u32 seed; };
+struct Run { i32 addend, infinite; float of_tensor, inverse; u32 seed; };
 
 // Nearest even by an addition: |y| in [2^e, 2^(e+1)) plus 2^(e+23-M) keeps exactly M fraction bits. e is held at the
 // least exponent or above, which makes the subnormal numbers.
@@ -70,7 +70,7 @@ static inline void scales(i32 am, const Run& run, float& before, float& after) {
   s = s < %(least_block)s ? %(least_block)s : s;
   s = s > 448.0f ? 448.0f : s;
   const float stored = even<3, -6>(s);
-  before = (1.0f / run.of_tensor) / stored;
+  before = run.inverse / stored;
   after = stored * run.of_tensor;
 #elif %(e8m0)d
   i32 e = (i32)((((u32)am + (u32)run.addend) >> 23) - %(top)d);
@@ -88,9 +88,15 @@ static inline void scales(i32 am, const Run& run, float& before, float& after) {
 }
 static inline i32 bits_at(const T* x) { return ib(wide(*x)) & ABS; }
 static i32 largest(const T* x, i64 n, int threads) {
+  const i64 piece = 16384, pieces = (n + piece - 1) / piece;
   i32 r = 0;
-  #pragma omp parallel for simd schedule(static) num_threads(threads) if (threads > 1) reduction(max:r)
-  for (i64 i = 0; i < n; ++i) r = most(r, bits_at(x + i));
+  #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(max:r)
+  for (i64 c = 0; c < pieces; ++c) {
+    const i64 end = n - c * piece < piece ? n - c * piece : piece;
+    i32 here = 0;
+    for (i64 i = 0; i < end; ++i) here = most(here, bits_at(x + c * piece + i));
+    r = most(r, here);
+  }
   return r;
 }
 static inline void pass(const T* x, T* y, i64 n, float before, float after, u32 place, u32 seed) {
@@ -98,7 +104,7 @@ static inline void pass(const T* x, T* y, i64 n, float before, float after, u32 
   for (i64 i = 0; i < n; ++i) y[i] = narrow<T>(element(wide(x[i]) * before, place + (u32)i, seed) * after);
 }
 // Blocks one after the other in memory, SOME at once: their scales are vectors too.
-template <int SIDE> static void rows(const T* x, T* y, i64 count, i64 n, const Run& run, int threads) {
+template <int SIDE> static void rows(const T* x, T* y, i64 count, i64 n, Run run, int threads) {
   const int SOME = SIDE ? 64 : 1;
   const i64 side = SIDE ? SIDE : n, chunks = (count + SOME - 1) / SOME;
   #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -118,9 +124,9 @@ template <int SIDE> static void rows(const T* x, T* y, i64 count, i64 n, const R
       pass(xc + b * side, yc + b * side, side, before[b], after[b], (u32)((c * SOME + b) * side), run.seed);
   }
 }
-// Blocks down the columns of matrices: 64 columns at once.
-static void columns(const T* x, T* y, i64 blocks, i64 side, i64 width, const Run& run, int threads) {
-  const int SOME = 64;
+// Blocks down the columns of matrices, TOGETHER columns in a block; SOME columns at once.
+template <int TOGETHER> static void columns(const T* x, T* y, i64 blocks, i64 side, i64 width, Run run, int threads) {
+  const int SOME = 1024;
   const i64 windows = (width + SOME - 1) / SOME;
   #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (i64 c = 0; c < blocks * windows; ++c) {
@@ -132,7 +138,20 @@ static void columns(const T* x, T* y, i64 blocks, i64 side, i64 width, const Run
       const T* xi = x + start + i * width;
       for (int j = 0; j < m; ++j) am[j] = most(am[j], bits_at(xi + j));
     }
-    for (int j = 0; j < m; ++j) scales(am[j], run, before[j], after[j]);
+    if (TOGETHER > 1) {
+      for (int k = 0; k < m / TOGETHER; ++k) {
+        i32 r = 0;
+        for (int j = 0; j < TOGETHER; ++j) r = most(r, am[k * TOGETHER + j]);
+        am[k] = r;
+      }
+    }
+    for (int k = 0; k < m / TOGETHER; ++k) scales(am[k], run, before[k], after[k]);
+    if (TOGETHER > 1) {
+      for (int k = m / TOGETHER - 1; k >= 0; --k) {
+        const float b = before[k], a = after[k];
+        for (int j = 0; j < TOGETHER; ++j) before[k * TOGETHER + j] = b, after[k * TOGETHER + j] = a;
+      }
+    }
     for (i64 i = 0; i < side; ++i) {
       const T* xi = x + start + i * width;
       T* yi = y + start + i * width;
@@ -143,27 +162,10 @@ static void columns(const T* x, T* y, i64 blocks, i64 side, i64 width, const Run
     }
   }
 }
-template <int SIDE> static void squares(const T* x, T* y, i64 height, i64 width, const Run& run, int threads) {
-  #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (threads > 1)
-  for (i64 up = 0; up < height; up += SIDE)
-    for (i64 left = 0; left < width; left += SIDE) {
-      i32 r = 0;
-      float before, after;
-      for (int i = 0; i < SIDE; ++i) {
-        const T* xi = x + (up + i) * width + left;
-        for (int j = 0; j < SIDE; ++j) r = most(r, bits_at(xi + j));
-      }
-      scales(r, run, before, after);
-      for (int i = 0; i < SIDE; ++i) {
-        const i64 start = (up + i) * width + left;
-        pass(x + start, y + start, SIDE, before, after, (u32)start, run.seed);
-      }
-    }
-}
 // A tensor of `outer` matrices, of `n` rows (the dimension of the blocks) and `inner` columns.
 extern "C" void run(const T* x, T* y, i64 outer, i64 n, i64 inner, i32 addend, i32 infinite, float amax, u32 seed,
                     int threads) {
-  Run run = {addend, infinite, 1.0f, seed};
+  Run run = {addend, infinite, 1.0f, 1.0f, seed};
   const i64 all = outer * n * inner;
 #if %(tensor)d
   float before, after;
@@ -177,14 +179,11 @@ extern "C" void run(const T* x, T* y, i64 outer, i64 n, i64 inner, i32 addend, i
   const i32 most_of_all = largest(x, all, threads);
   const float s = fb(most_of_all) / %(max_twice)s;
   run.of_tensor = most_of_all == 0 ? 1.0f : (s < %(least_tensor)s ? %(least_tensor)s : s);
+  run.inverse = 1.0f / run.of_tensor;
 #endif
-#if %(square)d
-  squares<%(side)d>(x, y, outer * n, inner, run, threads);
-#else
   const i64 side = %(side)d ? %(side)d : n;
-  if (inner == 1) rows<%(side)d>(x, y, all / side, side, run, threads);
-  else columns(x, y, outer * n / side, side, inner, run, threads);
-#endif
+  if (inner == 1 && !%(square)d) rows<%(side)d>(x, y, all / side, side, run, threads);
+  else columns<%(together)d>(x, y, outer * n / side, side, inner, run, threads);
 #endif
 }
 """
@@ -262,6 +261,7 @@ def source(format: Format, dtype: torch.dtype) -> str:
         "tensor": format.block == "tensor",
         "square": sides[0] > 1,
         "side": sides[1],
+        "together": sides[0],
     }
     return PRELUDE % {"acc": "float"} + f"typedef {C_TYPES[dtype]} T;\n" + _SOURCE % facts
 
