@@ -60,9 +60,9 @@ static inline float element(float y, u32 i, u32 seed) {
   r = (r & ~over) | (%(overflow)d & over);
 #endif
   const i32 nan = -(i32)(a > INF);
-  return fb(((r | (b & SIGN)) & ~nan) | (b & nan));
+  return fb(((r | (b & SIGN)) & ~nan) | (b & nan))%(no_minus_zero)s;
 }
-static inline float power(i32 e) { return fb(e == 0 ? 1 << 22 : e << 23); }
+static inline float power(i32 e) { return fb(most(e << 23, 1 << 22)); }  // 2^-127 is subnormal
 // The factor in front of elements, and what rounded elements are multiplied by.
 static inline void scales(i32 am, const Run& run, float& before, float& after) {
 #if %(e4m3)d
@@ -74,9 +74,8 @@ static inline void scales(i32 am, const Run& run, float& before, float& after) {
   after = stored * run.of_tensor;
 #elif %(e8m0)d
   i32 e = (i32)((((u32)am + (u32)run.addend) >> 23) - %(top)d);
-  e = am == INF ? (run.infinite ? run.infinite : e) : e;
-  e = most(least(e, 254), 0);
-  const i32 poison = -(i32)(am > %(poison)d);
+  const i32 infinite = -(i32)(am == INF) & run.infinite, poison = -(i32)(am > %(poison)d);
+  e = most(least((e & ~infinite) | (254 & infinite), 254), 0);
   before = fb((ib(power(254 - e)) & ~poison) | (NAN_BITS & poison));
   after = fb((ib(power(e)) & ~poison) | (NAN_BITS & poison));
 #else
@@ -119,6 +118,7 @@ template <int SIDE> static void rows(const T* x, T* y, i64 count, i64 n, Run run
       for (i64 i = 0; i < side; ++i) r = most(r, bits_at(xc + b * side + i));
       am[b] = r;
     }
+    #pragma omp simd
     for (int b = 0; b < m; ++b) scales(am[b], run, before[b], after[b]);
     for (int b = 0; b < m; ++b)
       pass(xc + b * side, yc + b * side, side, before[b], after[b], (u32)((c * SOME + b) * side), run.seed);
@@ -126,7 +126,7 @@ template <int SIDE> static void rows(const T* x, T* y, i64 count, i64 n, Run run
 }
 // Blocks down the columns of matrices, TOGETHER columns in a block; SOME columns at once.
 template <int TOGETHER> static void columns(const T* x, T* y, i64 blocks, i64 side, i64 width, Run run, int threads) {
-  const int SOME = 1024;
+  const int SOME = 256;
   const i64 windows = (width + SOME - 1) / SOME;
   #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (i64 c = 0; c < blocks * windows; ++c) {
@@ -145,6 +145,7 @@ template <int TOGETHER> static void columns(const T* x, T* y, i64 blocks, i64 si
         am[k] = r;
       }
     }
+    #pragma omp simd
     for (int k = 0; k < m / TOGETHER; ++k) scales(am[k], run, before[k], after[k]);
     if (TOGETHER > 1) {
       for (int k = m / TOGETHER - 1; k >= 0; --k) {
@@ -218,7 +219,7 @@ def round_to(tensor: torch.Tensor, out: torch.Tensor, format: Format, dim: int, 
         out.data_ptr(),
         *(outer, n, inner),
         rule_addend(format),
-        254 if format.scale_rule == "rceil" else 0,
+        -(format.scale_rule == "rceil"),
         -1.0 if amax is None else amax,
         seed,
         torch.get_num_threads() if tensor.numel() >= _SERIAL else 1,
@@ -253,6 +254,7 @@ def source(format: Format, dtype: torch.dtype) -> str:
         "poison": 0x7F800000 - (element.greatest_exponent == 0),
         "even": format.rounding == "even",
         "up": "rest >= 0.5f" if format.rounding == "away" else "(i32)(rest * 16777216.0f) > (i32)random_bits(i, seed)",
+        "no_minus_zero": " + 0.0f" if element.dtype is torch.int8 else "",
         "e4m3": format.scale == "e4m3",
         "e8m0": format.scale == "e8m0",
         "least_block": _literal(LEAST_BLOCK_SCALE),

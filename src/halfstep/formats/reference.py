@@ -132,4 +132,5 @@ def round_elements(scaled: torch.Tensor, format: Format, index: torch.Tensor | N
         assert element.overflow is not None
         rounded = torch.where(rounded > element.greatest, element.overflow, rounded)
     # A NaN stays as it was: a block of NaN keeps them all.
-    return torch.where(magnitude.isnan(), scaled, rounded.copysign(scaled))
+    rounded = torch.where(magnitude.isnan(), scaled, rounded.copysign(scaled))
+    return rounded + 0.0 if element.dtype is torch.int8 else rounded  # it has no -0

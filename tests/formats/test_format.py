@@ -1,0 +1,59 @@
+"""``Format`` as a value, and what is said of wrong arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+
+from halfstep.core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
+from halfstep.formats import Format, dequantize, quantize
+from halfstep.formats.format import FORMATS
+from halfstep.formats.quantize import round_to
+
+
+def test_a_format_prints_as_it_is_parsed() -> None:
+    for name, format in FORMATS.items():
+        assert str(format) == name
+        assert Format.parse(name) == Format.parse(format) == format
+    assert str(FORMATS["mxfp8"].replace(scale_rule="floor")) == "mxfp8,scale_rule=floor"
+    assert Format.parse(" mxfp8, scale_rule=floor") == FORMATS["mxfp8"].replace(scale_rule="floor")
+    blocks = ("tensor", "row", "1x32", "1x16", "16x16", "128x128")
+    for element, block, scale in product(("float8_e5m2", "e2m1", "int8"), blocks, ("fp32", "e8m0", "e4m3")):
+        for rounding, saturate in product(("even", "stochastic"), (True, False)):
+            if (scale, block) != ("e4m3", "tensor") and (saturate or element == "float8_e5m2"):
+                format = Format(element, block, scale, "even", rounding, saturate)
+                assert Format.parse(str(format)) == format
+
+
+X = torch.randn(48, 40)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: Format.parse("fp9"), ArgumentValueError, "'fp9' is no format; choose one of fp8_e4m3, fp8_e5m2"),
+        (lambda: Format.parse("mxfp8,scale"), ArgumentValueError, "'scale' is no field of a format"),
+        (lambda: Format.parse("mxfp8,scale_rule=up"), ArgumentValueError, "is no scale rule of a format; choose one"),
+        (lambda: Format.parse(8), ArgumentTypeError, "must be a Format or the name of one"),  # type: ignore[arg-type]
+        (lambda: Format("e2m1", "tensor", "e4m3"), ArgumentValueError, "scale='fp32', or a smaller block"),
+        (lambda: Format("e2m1", saturate=False), ArgumentValueError, "neither inf nor NaN, so it always saturates"),
+        (lambda: quantize(X, "mxfp8"), ArgumentValueError, "40 is no multiple of 32. Pad it with 24 zeros to 64"),
+        (lambda: quantize(X, "mxfp8", dim=0), ArgumentValueError, "48 is no multiple of 32. Pad it with 16 zeros"),
+        (lambda: round_to(X, "nvfp4,block=16x16"), ArgumentValueError, "40 is no multiple of 16. Pad it with 8 zeros"),
+        (lambda: round_to(X[:, 0], "fp8_blockwise"), ArgumentValueError, "need two dimensions"),
+        (lambda: round_to(X, "mxfp8", dim=2), ArgumentIndexError, "dim=2 is no dimension"),
+        (lambda: quantize(X.double(), "fp8_e4m3"), ArgumentTypeError, "torch.float64 is not quantized"),
+        (lambda: quantize(X.int(), "fp8_e4m3"), ArgumentTypeError, "torch.int32 is not quantized"),
+        (lambda: quantize([1.0], "fp8_e4m3"), ArgumentTypeError, "must be a tensor"),  # type: ignore[arg-type]
+        (lambda: round_to(X, "mxint8,block=row", amax=1.0), ArgumentValueError, "amax= is for blocks that are whole"),
+        (lambda: round_to(X, "fp8_e4m3", out=X[0]), ArgumentValueError, "out= must have the shape and the dtype"),
+        (lambda: dequantize(X, X, "fp8_e4m3"), ArgumentTypeError, "are torch.float8_e4m3fn, not torch.float32"),
+    ],
+)
+def test_a_wrong_argument_is_named(call: Callable[[], object], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as raised:
+        call()
+    assert message in str(raised.value)
