@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 
 import torch
 
@@ -269,7 +270,7 @@ def source(format: Format, dtype: torch.dtype) -> str:
 
 
 def _bits(number: float) -> int:
-    return int(torch.tensor(number).view(torch.int32))
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
 def _literal(number: float) -> str:

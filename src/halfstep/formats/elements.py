@@ -1,4 +1,4 @@
-"""What the numbers of each element format are: bits, exponents, greatest number, and the value of every code."""
+"""The numbers of each element format: bits, exponents, the greatest one, and the value of every code."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Element:
     Int8 is one of them: with one exponent its numbers are all the multiples of ``2**-mantissa``.
 
     Attributes:
-        mantissa: how many fraction bits a number has.
+        mantissa: the number of fraction bits.
         least_exponent: the exponent of the smallest normal numbers; subnormal numbers have their spacing.
         greatest_exponent: the exponent of the greatest number.
         greatest: the greatest finite number.
         bits: the size of a code.
         dtype: the dtype of codes: torch's own where it has one, otherwise one code a byte.
-        overflow: what replaces a number that is too great in a format that does not saturate; ``None`` if the element
-            has neither inf nor NaN.
+        overflow: the replacement of a number that is too great in a format that does not saturate; ``None`` if the
+            element has neither inf nor NaN.
     """
 
     mantissa: int
@@ -51,7 +51,7 @@ ELEMENTS = {
 def values(name: str) -> torch.Tensor:
     """Return the value of every code of an element format, in fp32; a code, as unsigned bits, is an index."""
     element = ELEMENTS[name]
-    codes = torch.arange(2**element.bits)
+    codes = torch.arange(2**element.bits, device="cpu", dtype=torch.int64)
     if element.dtype is not torch.uint8:
         numbers = codes.to(torch.uint8).view(element.dtype).float()
         return numbers / 64 if name == "int8" else numbers

@@ -29,16 +29,16 @@ class Format:
 
     Attributes:
         element: the numbers: ``"float8_e4m3fn"``, ``"float8_e5m2"``, ``"e2m3"``, ``"e3m2"``, ``"e2m1"`` or ``"int8"``.
-        block: which numbers share a scale: all of a tensor, a row (all numbers along one dimension), 32 or 16 numbers
+        block: the numbers that share a scale: all of a tensor, a row (all numbers along one dimension), 32 or 16 numbers
             of a row, or a square.
-        scale: what a scale is: any fp32 number, a power of two (``"e8m0"``), or an e4m3 number beside one fp32 number
+        scale: the kind of a scale: any fp32 number, a power of two (``"e8m0"``), or an e4m3 number beside one fp32 number
             for the tensor (``"e4m3"``).
-        scale_rule: how a power of two follows from the largest magnitude of a block. ``"floor"`` takes the binade of
+        scale_rule: the way from the largest magnitude of a block to a power of two. ``"floor"`` takes the binade of
             the largest magnitude, so numbers above the greatest of the element saturate; this is OCP's rule.
             ``"rceil"`` takes the smallest power with which none of them saturates; this is cuBLAS's rule. ``"ceil"``
             rounds the largest magnitude up to a power of two first, and ``"even"`` rounds it to the fraction bits of
             the element first. Other scales do not use it.
-        rounding: which of its two neighbours a number becomes: the nearest, of two equally near ones the even one
+        rounding: the neighbour, of two, that a number becomes: the nearest, of two equally near ones the even one
             (``"even"``) or the greater in magnitude (``"away"``); or each with a probability by which the mean is the
             number (``"stochastic"``).
         saturate: True if numbers that are too great become the greatest number. Otherwise they become NaN in

@@ -29,7 +29,7 @@ def quantize(
         format: a ``Format``, or how one prints.
         dim: the dimension along which blocks lie. The sides of a square lie along ``dim`` and along the last of the
             other dimensions.
-        generator: where stochastic rounding takes its seed from; torch's default generator if ``None``.
+        generator: the source of the seed of stochastic rounding; torch's default generator if ``None``.
 
     Returns:
         The codes and the scales. Codes have the shape of the tensor and the dtype of the element: torch's own for
@@ -62,14 +62,14 @@ def dequantize(
     """Compute the numbers that codes and scales stand for: fp32 products of both, rounded once to ``dtype``.
 
     Args:
-        codes: what ``quantize`` returned first.
-        scales: what ``quantize`` returned second.
+        codes: the first result of ``quantize``.
+        scales: the second result of ``quantize``.
         format: the format of both.
         dim: the dimension along which blocks lie.
         dtype: the dtype of the result.
 
     Raises:
-        ArgumentTypeError: if the codes are not those of the format.
+        ArgumentTypeError: if the codes have another dtype than the format's.
         ArgumentValueError: for a format that does not exist, or a size that the block does not divide.
     """
     format = Format.parse(format)
@@ -103,8 +103,8 @@ def round_to(
         dim: the dimension along which blocks lie.
         amax: for blocks that are whole tensors, the largest magnitude that the scale allows for, in place of the one
             in the tensor: delayed scaling. Greater numbers saturate, or overflow, as the format says.
-        generator: where stochastic rounding takes its seed from; torch's default generator if ``None``.
-        out: where to write the result: a tensor of the same shape and dtype; it may be ``tensor``.
+        generator: the source of the seed of stochastic rounding; torch's default generator if ``None``.
+        out: a tensor of the same shape and dtype to write the result to; it may be ``tensor``.
 
     Returns:
         The rounded numbers in the dtype of ``tensor``; ``out`` if it was given.
@@ -142,7 +142,8 @@ def round_to(
 
 
 def error(tensor: torch.Tensor, format: Format | str, *, dim: int = -1) -> torch.Tensor:
-    """Compute the signal-to-noise ratio of every block in dB: 10 log10 of its squares over those of its errors.
+    """Compute the signal-to-noise ratio of every block in dB: 10 log10 of the sum of its squares
+    over the sum of the squares of its errors.
 
     Args:
         tensor: the tensor.
@@ -282,7 +283,7 @@ def _rounded(
 ) -> torch.Tensor:
     index = None
     if format.rounding == "stochastic":
-        index = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
+        index = torch.arange(tensor.numel(), device=tensor.device, dtype=torch.int64).view(tensor.shape)
         index = _blocked(index, format, dim)
     return round_elements(blocks * inverse, format, index, seed)
 

@@ -38,14 +38,14 @@ def rule_addend(format: Format) -> int:
     One addition is each of the four rules: a carry into the exponent is the step to the next power of two.
     """
     element = format.numbers
-    greatest = int(bits(torch.tensor(element.greatest))) & _FRACTION
+    greatest = int((element.greatest / 2.0**element.greatest_exponent - 1) * 2**23)
     half = 1 << (22 - element.mantissa)
     return {"floor": 0, "ceil": _FRACTION, "rceil": _FRACTION - greatest, "even": half}[format.scale_rule]
 
 
 def tensor_scale(largest: torch.Tensor, element: Element) -> torch.Tensor:
     """Return the fp32 scale of a tensor with which e4m3 scales of its blocks reach 448."""
-    scale = (largest / torch.tensor(448.0 * element.greatest, device=largest.device)).clamp(min=LEAST_TENSOR_SCALE)
+    scale = (largest / largest.new_tensor(448.0 * element.greatest)).clamp(min=LEAST_TENSOR_SCALE)
     return torch.where(largest == 0, 1.0, scale)
 
 
@@ -63,8 +63,8 @@ def block_scales(
         The scales as they are stored, the factors in front of elements, and what rounded elements are multiplied by.
     """
     element = format.numbers
-    # As a tensor: torch multiplies by the reciprocal of a number that it divides, which rounds twice.
-    greatest = torch.tensor(element.greatest, device=largest.device)
+    # As a tensor: for a number divided by a tensor torch multiplies by the reciprocal, which rounds twice.
+    greatest = largest.new_tensor(element.greatest)
     if of_tensor is not None:
         wanted = (largest / greatest) / of_tensor
         stored = wanted.clamp(LEAST_BLOCK_SCALE, 448.0).to(torch.float8_e4m3fn)
@@ -89,7 +89,7 @@ def block_scales(
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """Return fp32 powers of two by their biased exponents; that of 0 is the subnormal number 2**-127."""
+    """Return fp32 powers of two by their biased exponents; 0 stands for the subnormal number 2**-127."""
     return torch.where(exponent == 0, 1 << 22, exponent << 23).to(torch.int32).view(torch.float32)
 
 
