@@ -29,10 +29,10 @@ class Format:
 
     Attributes:
         element: the numbers: ``"float8_e4m3fn"``, ``"float8_e5m2"``, ``"e2m3"``, ``"e3m2"``, ``"e2m1"`` or ``"int8"``.
-        block: the numbers that share a scale: all of a tensor, a row (all numbers along one dimension), 32 or 16 numbers
-            of a row, or a square.
-        scale: the kind of a scale: any fp32 number, a power of two (``"e8m0"``), or an e4m3 number beside one fp32 number
-            for the tensor (``"e4m3"``).
+        block: the numbers that share a scale: all of a tensor, a row (all numbers along one dimension), 32 or 16
+            numbers of a row, or a square.
+        scale: a kind of scale: any fp32 number, a power of two (``"e8m0"``), or an e4m3 number beside one fp32
+            number for the tensor (``"e4m3"``).
         scale_rule: the way from the largest magnitude of a block to a power of two. ``"floor"`` takes the binade of
             the largest magnitude, so numbers above the greatest of the element saturate; this is OCP's rule.
             ``"rceil"`` takes the smallest power with which none of them saturates; this is cuBLAS's rule. ``"ceil"``
