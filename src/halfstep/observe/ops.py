@@ -35,7 +35,19 @@ from ..core.torch_compat import (
 )
 from .names import canonical
 
-__all__ = ["CASTING", "TORCH", "USER", "Cast", "FunctionCall", "FunctionMode", "OpCall", "OpMode", "tensors_in"]
+__all__ = [
+    "CASTING",
+    "TORCH",
+    "USER",
+    "Cast",
+    "FunctionCall",
+    "FunctionMode",
+    "OpCall",
+    "OpMode",
+    "tensors_in",
+    "widened",
+    "written",
+]
 
 CASTING, USER, TORCH = "casting", "user", "torch"
 """The origins of casts: halfstep or native autocast; a call such as ``x.float()`` in user code; torch itself."""
@@ -196,7 +208,7 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._dtype is not None and kwargs.get("out") is None and not spellings().get(func, ("", True))[1]:
-            args, kwargs = _widened(args, kwargs, self._dtype)
+            args, kwargs = widened(args, kwargs, self._dtype)
         outer = self.running, self.autocast
         self.running, self.autocast = func, is_any_autocast_enabled()
         try:
@@ -269,7 +281,7 @@ class OpMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._dtype is not None:  # tensors that the op writes to keep their dtype
-            args, kwargs = _widened(args, kwargs, self._dtype, list(_written(func, args, kwargs)))
+            args, kwargs = widened(args, kwargs, self._dtype, list(written(func, args, kwargs)))
         result = func(*args, **kwargs)
         if self._notice is None or _noticing.on:
             return result
@@ -322,14 +334,14 @@ def _caller() -> str:
     return USER
 
 
-def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+def written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """Yield the arguments that an op writes to."""
     for i, each in enumerate(schema_of(op).arguments):
         if each.is_write:
             yield args[i] if i < len(args) else kwargs.get(each.name)
 
 
-def _widened(args: Any, kwargs: Any, dtype: torch.dtype, kept: Sequence[Any] = ()) -> tuple[Any, Any]:
+def widened(args: Any, kwargs: Any, dtype: torch.dtype, kept: Sequence[Any] = ()) -> tuple[Any, Any]:
     """Widen floating tensors and dtypes in arguments to ``dtype``, except wider ones and the tensors in ``kept``."""
 
     def is_narrow(value: Any) -> bool:

@@ -1,0 +1,165 @@
+"""``Parity``: where two runs part, as text and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..core.text import counted
+from ..numerics.text import aligned
+from ..pages import facts, header, made_by, note, section, small, table, write_page
+
+__all__ = ["KINDS", "Difference", "Op", "Parity"]
+
+KINDS = {
+    "inputs": "the two sides were given different weights or inputs",
+    "rounding": "one side rounds a result to a narrower dtype, which the other side keeps wide",
+    "cast": "one side computes in a narrower dtype: a cast is left out, or one is added",
+    "accumulation": "the terms of a sum are added up in different dtypes",
+    "order": "the same sum in another order: split, permuted, or by another kernel",
+    "fused": "one side computes in one op what the other side computes in several, with a rounding after each",
+    "eps": "eps has another value, or is added in another place",
+    "arguments": "the same op was called with other constants",
+    "kernel": "the same op on the same numbers gives other bits: other kernels, threads or strides",
+}
+"""What each kind of difference is."""
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place at which two sides round differently.
+
+    Attributes:
+        module: the qualified name of the module; "(root)" is the model, "(step)" is code outside of modules.
+        op: the first op whose result differs.
+        occurrence: the index among equal ops of the module, from 0.
+        kind: a key of ``KINDS``.
+        more: the name of the side that rounds more; "" if neither does.
+        ulps: the largest difference, in units in the last place of ``dtype``.
+        share: the share of values that differ.
+        inputs_differed: True if the inputs of the op differed already.
+        nearer: the name of the side whose result is nearer to float64; "" if equal or unknown.
+        dtype: the narrower dtype of both results.
+        a: the ops of the first side at this place, with their dtypes.
+        b: the ops of the second side.
+        note: a sentence about where this comes from; "" if it was observed op by op.
+    """
+
+    module: str
+    op: str
+    occurrence: int
+    kind: str
+    more: str
+    ulps: float
+    share: float
+    inputs_differed: bool
+    nearer: str
+    dtype: str
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    note: str = ""
+
+    def __str__(self) -> str:
+        number = f" #{self.occurrence}" if self.occurrence else ""
+        return f"{self.module}: {self.op}{number}, {self.kind}: {KINDS[self.kind]}"
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op of both sides.
+
+    Attributes:
+        module: the qualified name of the module.
+        op: the name of the op.
+        occurrence: the index among equal ops of the module, from 0.
+        dtypes: the dtype of the result on each side.
+        ulps: the largest difference of a sample of values, in units in the last place; 0.0 if all bits agree.
+        inputs_differed: True if an input differed already.
+    """
+
+    module: str
+    op: str
+    occurrence: int
+    dtypes: tuple[str, str]
+    ulps: float
+    inputs_differed: bool
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The comparison of two sides. Print it, or call ``report``. True if the outputs agree bit for bit.
+
+    Attributes:
+        names: the names of the two sides.
+        first: the first difference; None if the outputs agree.
+        ops: the ops that both sides have, in order of execution.
+        alone: the number of ops of one side only.
+    """
+
+    names: tuple[str, str]
+    first: Difference | None
+    ops: list[Op] = field(default_factory=list)
+    alone: int = 0
+
+    def __bool__(self) -> bool:
+        return self.first is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to dicts, lists, strings and numbers."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        a, b = self.names
+        lines = [f"{a} and {b}: {counted(len(self.ops), 'common op')}, {self.alone} of one side only"]
+        if self.first is None:
+            return "\n".join([*lines, "equal bit for bit"])
+        lines += [
+            f"first difference: {self.first}",
+            *(f"  {name}: {text}" for name, text in self._about(self.first).items()),
+        ]
+        differ = [op for op in self.ops if op.ulps]
+        rows = [["module", "op", "ulps", "inputs", "dtypes"], *map(_cells, differ[:_SHOWN])]
+        more = [f"and {counted(len(differ) - _SHOWN, 'more op')}"] if len(differ) > _SHOWN else []
+        return "\n".join([*lines, "", *aligned(rows, right=(2,)), *more] if differ else lines)
+
+    def report(self, path: str | Path, *, command: str | None = None) -> None:
+        """Write one self-contained HTML page.
+
+        Args:
+            path: the file; missing folders are created.
+            command: the command that made the comparison, shown on the page.
+        """
+        a, b = self.names
+        parts = [header("halfstep parity", "Where two runs round differently", f"{a} and {b}", made_by(command))]
+        if self.first is None:
+            parts.append(note("The outputs are equal bit for bit."))
+        else:
+            parts += [
+                note(f"First difference: {self.first}."),
+                section("What differs there", facts(self._about(self.first))),
+            ]
+        names = ["module", "op", "ulps", "inputs", "dtypes"]
+        body = map(_cells, self.ops[:500])
+        caption = f"Ops of both sides in order of execution; {self.alone} are of one side only."
+        parts.append(section("All ops", table(names, body, caption), small("Ulps are those of a sample of values.")))
+        write_page(path, f"{a} and {b}", parts)
+
+    def _about(self, first: Difference) -> dict[str, str]:
+        """Describe the first difference."""
+        sides: Sequence[tuple[str, tuple[str, ...]]] = list(zip(self.names, (first.a, first.b), strict=True))
+        found = {name: " ".join(ops) or "(nothing)" for name, ops in sides}
+        found["differs by"] = f"up to {first.ulps:.3g} ulps of {first.dtype}, in {first.share:.1%} of its values"
+        found["inputs"] = "differed already" if first.inputs_differed else "equal"
+        found |= {"rounds more": first.more} if first.more else {}
+        found |= {"nearer to float64": first.nearer} if first.nearer else {}
+        return found | ({"note": first.note} if first.note else {})
+
+
+def _cells(op: Op) -> list[str]:
+    number = f"{op.op} #{op.occurrence}" if op.occurrence else op.op
+    dtypes = op.dtypes[0] if op.dtypes[0] == op.dtypes[1] else " ".join(op.dtypes)
+    return [op.module, number, f"{op.ulps:.3g}", "differ" if op.inputs_differed else "equal", dtypes]
