@@ -1,14 +1,17 @@
-"""What compiled code rounds differently, told from its outputs."""
+"""What compiled code rounds differently, told from its outputs: ops inside of it cannot be observed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from .recorded import Run
-from .result import Difference
+import torch
 
-__all__ = ["compiled_difference", "is_compiled"]
+from ..core.dtypes import HALF_DTYPES
+from ..core.torch_compat import TorchDispatchMode, schema_of, tree_flatten, tree_unflatten
+from ..observe.ops import tensors_in, widened, written
+from .parting import PRODUCTS
+
+__all__ = ["Fused", "is_compiled"]
 
 
 def is_compiled(side: Any) -> bool:
@@ -16,7 +19,35 @@ def is_compiled(side: Any) -> bool:
     return hasattr(side, "_orig_mod") or hasattr(side, "_torchdynamo_orig_callable")
 
 
-def compiled_difference(
-    names: tuple[str, str], sides: Sequence[Any], inputs: Any, runs: Sequence[Run]
-) -> Difference | None:
-    return None
+class Fused(TorchDispatchMode):
+    """Leaves out the roundings to 16 bits that a compiler leaves out: results stay in fp32 until a product reads them.
+
+    Compilers compute in fp32 and fuse all ops but products, which are calls of libraries.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._wide: set[int] = set()
+        self._half: torch.dtype = torch.bfloat16
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, tree = tree_flatten((args, kwargs or {}))
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        self._half = next((x.dtype for x in tensors if x.dtype in HALF_DTYPES), self._half)
+        narrow = any(x.dtype in HALF_DTYPES or self._is_wide(x) for x in tensors)
+        if func.is_view or not narrow:
+            return func(*args, **(kwargs or {}))
+        product = schema_of(func).name.rpartition(":")[2] in PRODUCTS
+        if product:
+            leaves = [x.to(self._half) if isinstance(x, torch.Tensor) and self._is_wide(x) else x for x in leaves]
+            args, kwargs = tree_unflatten(leaves, tree)
+        else:
+            args, kwargs = widened(args, kwargs or {}, torch.float32, list(written(func, args, kwargs or {})))
+        result = func(*args, **kwargs)
+        for x in tensors_in(result):
+            wide = x.dtype is torch.float32 and not product
+            (self._wide.add if wide else self._wide.discard)(x.untyped_storage().data_ptr())
+        return result
+
+    def _is_wide(self, tensor: torch.Tensor) -> bool:
+        return tensor.dtype is torch.float32 and tensor.untyped_storage().data_ptr() in self._wide

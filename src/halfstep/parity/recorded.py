@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,21 +17,21 @@ from torch import nn
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import replacing
-from ..core.torch_compat import buffers_of, parameters_of, tree_flatten, tree_unflatten
+from ..core.torch_compat import TorchDispatchMode, buffers_of, parameters_of, tree_flatten, tree_unflatten
 from ..findings.forward import same_random_numbers
 from ..numerics.linked_rows import LinkedRow
 from ..numerics.recording import Recorder
 from ..observe.names import OUTSIDE, ROOT, qualified_names
-from ..observe.ops import OpCall, tensors_in
+from ..observe.ops import OpCall, tensors_in, widened, written
 from ..observe.watch import CallWatch
 
-__all__ = ["OUTPUT", "BitRecorder", "Facts", "Run", "arguments", "models_in", "run"]
+__all__ = ["OUTPUT", "Run", "run"]
 
 OUTPUT = "(output)"
 """The name for what a side returns."""
 
 _SAMPLES = 4096
-_FORMAT = 1
+_FORMAT = "halfstep parity 1"
 
 
 class Facts(NamedTuple):
@@ -39,12 +40,10 @@ class Facts(NamedTuple):
     Attributes:
         before: the number of rows when the op began.
         constants: the arguments that are not tensors.
-        strides: the strides of the arguments that are tensors.
     """
 
     before: int
     constants: tuple[Any, ...]
-    strides: tuple[tuple[int, ...], ...]
 
 
 class BitRecorder(Recorder):
@@ -54,29 +53,28 @@ class BitRecorder(Recorder):
 
     Args:
         keep: the indices of rows whose tensors to keep as a whole.
-        batch: the number of rows in the batch of this run, of which only the first is looked at, and the shapes of a
-            run of one row by key of a row; None looks at all.
+        batch: the number of rows in the batch of this run, of which only the first is looked at, and the run of one
+            row, whose shapes tell where the batch is; None looks at all.
     """
 
-    def __init__(
-        self, keep: Collection[int] = (), batch: tuple[int, dict[Any, list[torch.Size]]] | None = None
-    ) -> None:
+    def __init__(self, keep: Collection[int] = (), batch: tuple[int, Run] | None = None) -> None:
         super().__init__(_SAMPLES, torch.float64)
         self.facts: dict[int, Facts] = {}
         self.kept: dict[int, torch.Tensor] = {}
-        self._keep, self._batch = keep, batch
+        self._keep, self._size = keep, batch[0] if batch else 1
+        self._alone: dict[Any, list[torch.Size]] = defaultdict(list)
+        for row in reversed(batch[1].rows if batch else ()):
+            self._alone[row.module, row.op, row.index].append(row.shape)
         self._weights: dict[torch.device, torch.Tensor] = {}
 
     def notice(self, call: OpCall) -> None:
         """Record the result of an op, unless it is a view."""
         before = len(self.rows)
         super().notice(call)
-        if len(self.rows) > before:
-            leaves = tree_flatten((call.args, call.kwargs))[0]
-            given = tuple(x.stride() for x in leaves if isinstance(x, torch.Tensor) and x.layout is torch.strided)
-            others = tuple(x for x in leaves if isinstance(x, (bool, int, float, str)))
-            made = [i for i in range(before, len(self.rows)) if self.rows[i].op == call.name]
-            self.facts |= dict.fromkeys(made, Facts(before, others, given))
+        made = [i for i in range(before, len(self.rows)) if self.rows[i].op == call.name]
+        given = tree_flatten((call.args, call.kwargs))[0] if made else []
+        constants = tuple(x for x in given if isinstance(x, (bool, int, float, str)))
+        self.facts |= dict.fromkeys(made, Facts(before, constants))
 
     def begin_inputs(self, *inputs: Any) -> None:
         """Record the arguments of the run, which ops perhaps read as views."""
@@ -84,17 +82,14 @@ class BitRecorder(Recorder):
 
     def finish(self, output: Any) -> list[int]:
         """Record what the run returned, and fetch the samples; returns the rows of the outputs."""
-        found = list(tensors_in(output))
         first = len(self.rows)
-        for i, tensor in enumerate(found):
+        for i, tensor in enumerate(tensors_in(output)):
             values = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
             made = self._made.get(tensor.untyped_storage().data_ptr())
-            inputs = () if made is None else (made,)
-            self._write(
-                LinkedRow(OUTPUT, "output", i, False, tensor.dtype, tensor.shape, *self._look(values), inputs), values
-            )
+            known, inputs = (tensor.dtype, tensor.shape), () if made is None else (made,)
+            self._write(LinkedRow(OUTPUT, "output", i, False, *known, *self._look(values), inputs), values, keep=True)
         self._fetch()
-        return list(range(first, first + len(found)))
+        return list(range(first, len(self.rows)))
 
     def _look(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         values = tensor.detach().to(torch.float64)
@@ -109,20 +104,32 @@ class BitRecorder(Recorder):
         mixed = bits ^ (bits >> 32) ^ (bits >> 47)
         return (mixed * weights[: len(bits)]).sum().reshape(1)
 
-    def _write(self, row: LinkedRow, tensor: torch.Tensor) -> None:
+    def _write(self, row: LinkedRow, tensor: torch.Tensor, keep: bool = False) -> None:
         seen = tensor
-        if self._batch is not None:
-            size, shapes = self._batch
-            known = shapes.get((row.module, row.op, row.index))
-            alone = known.pop(0) if known else tensor.shape
+        if known := self._alone[row.module, row.op, row.index]:
+            alone = known.pop()
             for dim, length in enumerate(alone if len(alone) == tensor.dim() else ()):
-                if tensor.shape[dim] == size * length:
+                if tensor.shape[dim] == self._size * length:
                     seen = seen.narrow(dim, 0, length)
             row.shape = seen.shape
             row.sample, row.amax, row.sketch = self._look(seen)
-        if len(self.rows) in self._keep:
+        if keep or len(self.rows) in self._keep:
             self.kept[len(self.rows)] = seen.detach().clone()
         super()._write(row, tensor)
+
+
+class _Wide(TorchDispatchMode):
+    """Computes in float64 from a row of a recorder on."""
+
+    def __init__(self, recorder: BitRecorder, start: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder, self._start = recorder, start
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if len(self._recorder.rows) >= self._start and not func.is_view:
+            args, kwargs = widened(args, kwargs, torch.float64, list(written(func, args, kwargs)))
+        return func(*args, **kwargs)
 
 
 @dataclass
@@ -134,8 +141,7 @@ class Run:
         rows: a row for each parameter, input and result of an op, in order of execution.
         facts: more about the op of a row.
         outputs: the rows of what the side returned.
-        kept: whole tensors by row.
-        returned: what compiled code returned when it ran as compiled; None for any other side.
+        kept: whole tensors by row: of outputs, and of rows that were asked for. A saved run has none.
     """
 
     name: str
@@ -150,13 +156,10 @@ class Run:
         Args:
             path: the file; missing folders are created, and an existing file is replaced as a whole.
         """
-        rows = [{**vars(row), "cast": row.cast and tuple(row.cast), "saved": None} for row in self.rows]
+        rows = [{**vars(row), "cast": None, "source": None} for row in self.rows]
         facts = {i: tuple(each) for i, each in self.facts.items()}
         with replacing(path) as file:
-            torch.save(
-                {"halfstep parity": _FORMAT, "name": self.name, "rows": rows, "facts": facts, "outputs": self.outputs},
-                file,
-            )
+            torch.save((_FORMAT, self.name, rows, facts, self.outputs), file)
 
     @staticmethod
     def load(path: str | Path) -> Run:
@@ -165,43 +168,38 @@ class Run:
         Raises:
             ArgumentValueError: for any other file.
         """
-        from ..observe.ops import Cast
-
         try:
             saved = torch.load(path, weights_only=True)
-            known = saved["halfstep parity"] == _FORMAT
-        except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError, EOFError):
-            known = False
-        if not known:
-            raise ArgumentValueError(
-                f"{path} is no saved run. Save one: parity.record(model, inputs).save({str(path)!r})."
-            )
-        rows = [LinkedRow(**{**row, "cast": row["cast"] and Cast(*row["cast"])}) for row in saved["rows"]]
-        return Run(saved["name"], rows, {i: Facts(*each) for i, each in saved["facts"].items()}, saved["outputs"])
+        except (pickle.UnpicklingError, RuntimeError, EOFError):
+            saved = None
+        if not isinstance(saved, tuple) or saved[0] != _FORMAT:
+            raise ArgumentValueError(f"{path} is no saved run. parity.record(model, inputs).save(path) writes one.")
+        _, name, rows, facts, outputs = saved
+        return Run(name, [LinkedRow(**row) for row in rows], {i: Facts(*each) for i, each in facts.items()}, outputs)
 
 
-def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and keyword arguments for a call; tensors are copied, so that no side can change them."""
     leaves, tree = tree_flatten(inputs)
-    copied = tree_unflatten(
-        [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves], tree
-    )
+    tensors = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    for i, x in tensors:
+        leaves[i] = x.detach().clone().requires_grad_(x.requires_grad)
+    copied = tree_unflatten(leaves, tree)
     if isinstance(copied, Mapping):
         return (), dict(copied)
     return (tuple(copied) if isinstance(copied, (tuple, list)) else (copied,)), {}
 
 
-def models_in(side: Callable[..., Any]) -> list[nn.Module]:
+def _models_in(side: Callable[..., Any]) -> list[nn.Module]:
     """List the models that a callable uses: itself, or those that it names."""
     if isinstance(side, nn.Module):
         return [side]
     if isinstance(side, functools.partial):
-        found = [side.func, *side.args, *side.keywords.values()]
-        return [model for each in found if callable(each) for model in models_in(each)]
-    inner = inspect.unwrap(getattr(side, "_torchdynamo_orig_callable", side))
-    values = [getattr(inner, "__self__", None)]
-    if inspect.isfunction(getattr(inner, "__func__", inner)):
-        closed = inspect.getclosurevars(inner)
+        return [model for each in (side.func, *side.args) if callable(each) for model in _models_in(each)]
+    inner: Any = getattr(side, "_torchdynamo_orig_callable", side)
+    values, function = [getattr(inner, "__self__", None)], getattr(inner, "__func__", inner)
+    if inspect.isfunction(function):
+        closed = inspect.getclosurevars(function)
         values += [*closed.nonlocals.values(), *closed.globals.values()]
     return [value for value in values if isinstance(value, nn.Module)]
 
@@ -210,10 +208,14 @@ def run(
     name: str,
     side: Callable[..., Any],
     inputs: Any,
-    recorder: BitRecorder | None = None,
-    around: Callable[[BitRecorder], Any] | None = None,
-) -> tuple[Run, Any]:
-    """Run one side, recorded, from the same random state as the other; returns its record and what it returned.
+    *,
+    keep: Collection[int] = (),
+    batch: tuple[int, Run] | None = None,
+    wide_from: int | None = None,
+    below: Any = None,
+    watched: bool = True,
+) -> Run:
+    """Run one side, recorded, from the same random state as the other.
 
     Weights, buffers, gradients and random state are as before afterwards.
 
@@ -221,77 +223,58 @@ def run(
         name: how reports call the side.
         side: the callable.
         inputs: its arguments.
-        recorder: what records it.
-        around: a function that returns a mode to run below the recorder.
+        keep: see ``BitRecorder``.
+        batch: see ``BitRecorder``.
+        wide_from: the number of rows from which ops compute in float64; None for none.
+        below: a mode to run below the recorder; None for none.
+        watched: False to record only what the side returns, so that compiled code runs as compiled.
 
     Raises:
         UsageError: if the side raises.
         ArgumentTypeError: if it returns no tensor.
     """
-    recorder = recorder or BitRecorder()
-    models = models_in(side)
+    recorder = BitRecorder(keep, batch)
+    below = below if wide_from is None else _Wide(recorder, wide_from)
+    models = _models_in(side)
     names = qualified_names(side) if isinstance(side, nn.Module) else None
-    args, kwargs = arguments(inputs)
-    with ExitStack() as stack:
-        stack.enter_context(_as_before(models))
-        stack.enter_context(same_random_numbers(nn.ModuleList(models)))
-        if around is not None:
-            stack.enter_context(around(recorder))
+    args, kwargs = _arguments(inputs)
+    with _as_before(models), same_random_numbers(nn.ModuleList(models)), below or nullcontext():
         recorder.begin(names or {})
         recorder.begin_inputs(args, kwargs)
-        stack.enter_context(CallWatch(names, ops=recorder.notice, casts=True))
-        output = called(name, side, args, kwargs)
+        with CallWatch(names, ops=recorder.notice, casts=True) if watched else nullcontext():
+            try:
+                output = side(*args, **kwargs)
+            except Exception as error:
+                what = f"{name} raised {type(error).__name__}: {error}."
+                raise UsageError(f"{what} Call it with these inputs by itself.") from error
     outputs = recorder.finish(output)
     if not outputs:
         raise ArgumentTypeError(f"{name} returns {type(output).__name__} without a tensor: return what to compare.")
     if names is None:
         _strip(recorder.rows)
-    return Run(name, recorder.rows, recorder.facts, outputs, recorder.kept), output
-
-
-def plain(name: str, side: Callable[..., Any], inputs: Any) -> Any:
-    """Return what a side returns when nothing watches it, from the same state as in ``run``."""
-    models = models_in(side)
-    args, kwargs = arguments(inputs)
-    with _as_before(models), same_random_numbers(nn.ModuleList(models)):
-        return called(name, side, args, kwargs)
-
-
-def called(name: str, side: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a side; what it raises becomes an error that names the side."""
-    try:
-        return side(*args, **kwargs)
-    except Exception as error:
-        raise UsageError(
-            f"{name} raised {type(error).__name__}: {error}. Call it with these inputs by itself."
-        ) from error
+    return Run(name, recorder.rows, recorder.facts, outputs, recorder.kept)
 
 
 def _strip(rows: list[LinkedRow]) -> None:
     """Leave the class out of the names of modules, if a function called only one outermost module."""
-    outer = {row.module.partition(".")[0] for row in rows if row.module not in (OUTSIDE, OUTPUT)}
-    if len(outer) == 1:
-        for row in rows:
-            if row.module not in (OUTSIDE, OUTPUT):
-                row.module = row.module.partition(".")[2] or ROOT
+    inside = [row for row in rows if row.module not in (OUTSIDE, OUTPUT)]
+    if len({row.module.partition(".")[0] for row in inside}) == 1:
+        for row in inside:
+            row.module = row.module.partition(".")[2] or ROOT
 
 
 @contextmanager
 def _as_before(models: list[nn.Module]) -> Iterator[None]:
     """Restore the parameters and buffers of models, and their gradients, after the block."""
-    modules = {module for model in models for module in model.modules()}
-    tensors = [t for m in modules for t in (*parameters_of(m).values(), *buffers_of(m).values()) if t is not None]
-    saved = [(t, t._version, t.detach().clone(), t.grad, None if t.grad is None else t.grad.clone()) for t in tensors]
-    places = [(buffers_of(m), name, t) for m in modules for name, t in buffers_of(m).items()]
+    tables = [table(m) for model in models for m in model.modules() for table in (parameters_of, buffers_of)]
+    named = [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
+    saved = [(*each, each[2]._version, each[2].detach().clone(), each[2].grad) for each in named]
     try:
+        for _, _, tensor, *_, grad in saved:
+            tensor.grad = None if grad is None else grad.clone()
         yield
     finally:
-        with torch.no_grad():
-            for tensor, version, value, grad, was in saved:
-                if tensor._version != version:
-                    tensor.copy_(value)
-                tensor.grad = grad
-                if grad is not None:
-                    grad.copy_(was)
-        for table, name, tensor in places:
-            table[name] = tensor
+        for table, name, tensor, version, value, grad in saved:
+            table[name], tensor.grad = tensor, grad
+            if tensor._version != version:
+                tensor.detach().copy_(value)

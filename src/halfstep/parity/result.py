@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..core.text import counted
 from ..numerics.text import aligned
@@ -107,10 +106,6 @@ class Parity:
 
     def __bool__(self) -> bool:
         return self.first is None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to dicts, lists, strings and numbers."""
-        return asdict(self)
 
     def __str__(self) -> str:
         a, b = self.names

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,23 @@ import torch
 
 from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.torch_compat import TorchDispatchMode, tree_flatten, tree_unflatten
+from ..core.torch_compat import tree_flatten, tree_unflatten
 from ..numerics.linked_rows import LinkedRow, aligned_rows
 from ..observe.names import OUTSIDE, ROOT, canonical
-from ..observe.ops import widened, written
-from .compiled import compiled_difference, is_compiled
+from .compiled import Fused, is_compiled
 from .parting import Parting, is_same, part
-from .recorded import OUTPUT, BitRecorder, Run, run
+from .recorded import OUTPUT, Run, run
 from .result import Difference, Op, Parity
 
 __all__ = ["batch_invariance", "parity", "record"]
 
+_LEAST = 2.0**-20
+"""The ulps of an op of which only values differ that are not in the sample."""
+
+_EXPLAINED = 0.5
+"""The share of a difference that a cause explains at least."""
+
+_Again = Callable[..., Run] | None
 Side = Callable[..., Any] | Run | str | Path
 
 
@@ -71,17 +79,15 @@ def parity(a: Side, b: Side, inputs: Any = None, *, reference: str | None = "flo
         if not (isinstance(side, Run) or callable(side)):
             raise ArgumentTypeError(f"{side!r} must be a callable, a recorded run, or the path of a saved run.")
     names = _names(sides)
-    runs = [_as_run(name, side, inputs) for name, side in zip(names, sides, strict=True)]
-    _check(runs)
-    found = part(*runs)
-    first = None
-    if found is None:
-        if any(map(is_compiled, sides)):
-            first = compiled_difference(names, sides, inputs, runs)
-            found = None
-    else:
-        first = _difference(names, sides, inputs, runs, found, reference)
-    return Parity(names, first, *_ops(runs))
+    again = [
+        None if isinstance(side, Run) else partial(run, name, side, inputs)
+        for name, side in zip(names, sides, strict=True)
+    ]
+    runs = [each() if each else side for each, side in zip(again, sides, strict=True)]
+    found = _compare(names, runs, again, reference)
+    if found and any(map(is_compiled, sides)):
+        return replace(found, first=_compiled_difference(names, sides, runs, again))
+    return found
 
 
 def record(side: Callable[..., Any], inputs: Any, *, name: str = "") -> Run:
@@ -92,7 +98,7 @@ def record(side: Callable[..., Any], inputs: Any, *, name: str = "") -> Run:
         inputs: its arguments, as for ``parity``.
         name: how reports call the side; "" is its own name.
     """
-    return run(name or _name(side), side, inputs)[0]
+    return run(name or _name(side), side, inputs)
 
 
 def batch_invariance(model: Callable[..., Any], inputs: Any) -> Parity:
@@ -114,23 +120,9 @@ def batch_invariance(model: Callable[..., Any], inputs: Any) -> Parity:
         raise ArgumentValueError(f"inputs have {size} rows: give a batch of 2 or more to compare its first row with.")
     one = [x[:1] if isinstance(x, torch.Tensor) and x.dim() and len(x) == size else x for x in leaves]
     names = "row 0 alone", f"row 0 of {size}"
-    alone = run(names[0], model, tree_unflatten(one, tree))[0]
-
-    def guide() -> tuple[int, dict[Any, list[torch.Size]]]:
-        shapes = defaultdict(list)
-        for row in alone.rows:
-            shapes[row.module, row.op, row.index].append(row.shape)
-        return size, shapes
-
-    runs = [alone, run(names[1], model, inputs, BitRecorder(batch=guide()))[0]]
-    _check(runs)
-    found = part(*runs)
-    first = None
-    if found is not None:
-        again = run(names[1], model, inputs, BitRecorder({found.ends[1]}, guide()))[0]
-        alone.kept = run(names[0], model, tree_unflatten(one, tree), BitRecorder({found.ends[0]}))[0].kept
-        first = _described(names, [alone, again], found, None)
-    return Parity(names, first, *_ops(runs))
+    again = [partial(run, names[0], model, tree_unflatten(one, tree))]
+    again.append(partial(run, names[1], model, inputs, batch=(size, again[0]())))
+    return _compare(names, [each() for each in again], again, None)
 
 
 parity.__dict__.update(batch_invariance=batch_invariance, record=record)
@@ -146,103 +138,99 @@ def _names(sides: Sequence[Any]) -> tuple[str, str]:
     return (a, b) if a != b else (f"{a} (a)", f"{b} (b)")
 
 
-def _as_run(name: str, side: Any, inputs: Any) -> Run:
-    return side if isinstance(side, Run) else run(name, side, inputs)[0]
-
-
-def _check(runs: Sequence[Run]) -> None:
-    """Refuse runs that cannot be aligned."""
+def _compare(names: tuple[str, str], runs: Sequence[Run], again: Sequence[_Again], reference: str | None) -> Parity:
     shapes = [[tuple(run.rows[i].shape) for i in run.outputs] for run in runs]
     if shapes[0] != shapes[1]:
-        said = " and ".join(f"{run.name} returns {len(of)}: {of}" for run, of in zip(runs, shapes, strict=True))
-        raise ArgumentValueError(
-            f"The outputs differ in structure ({said}). Return tensors of equal shapes, in equal order."
-        )
+        said = " and ".join(f"{name} returns {of}" for name, of in zip(names, shapes, strict=True))
+        raise ArgumentValueError(f"The outputs differ in structure: {said}. Return equal shapes in equal order.")
     modules = [{row.module for row in run.rows} - {OUTSIDE, OUTPUT, ROOT} for run in runs]
     if all(modules) and not modules[0] & modules[1]:
-        said = " and ".join(
-            f"{run.name} has {', '.join(sorted(of)[:3])}" for run, of in zip(runs, modules, strict=True)
-        )
-        raise ArgumentValueError(
-            f"No module has the same name on both sides: {said}. Compare models of one module tree."
-        )
-
-
-class _Wide(TorchDispatchMode):
-    """Computes in float64 from a row of a recorder on."""
-
-    def __init__(self, recorder: BitRecorder, start: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder, self._start = recorder, start
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if len(self._recorder.rows) >= self._start and not func.is_view:
-            args, kwargs = widened(args, kwargs, torch.float64, list(written(func, args, kwargs)))
-        return func(*args, **kwargs)
+        said = " and ".join(f"{name} has {', '.join(sorted(of)[:3])}" for name, of in zip(names, modules, strict=True))
+        raise ArgumentValueError(f"No module has the same name on both sides: {said}. Compare equal module trees.")
+    found = part(*runs)
+    return Parity(names, None if found is None else _difference(names, runs, again, found, reference), *_ops(runs))
 
 
 def _difference(
-    names: tuple[str, str],
-    sides: Sequence[Any],
-    inputs: Any,
-    runs: Sequence[Run],
-    found: Parting,
-    reference: str | None,
+    names: tuple[str, str], runs: Sequence[Run], again: Sequence[_Again], found: Parting, reference: str | None
 ) -> Difference:
     """Describe the place where two runs part, from whole tensors if a side can run again."""
-    for name, side, of, end in zip(names, sides, runs, found.ends, strict=True):
-        if not isinstance(side, Run):
-            of.kept = run(name, side, inputs, BitRecorder({end}))[0].kept
-    right = None
-    if reference and not found.inputs_differed and not isinstance(sides[0], Run):
-        end = found.ends[0]
-        if found.rows[0] and found.rows[0][0] in runs[0].facts:
-            start, recorder = runs[0].facts[found.rows[0][0]].before, BitRecorder({end})
-            with suppress(UsageError):  # an op that has no float64
-                run(names[0], sides[0], inputs, recorder, lambda it: _Wide(it, start))
-            same = end < len(recorder.rows) and recorder.rows[end].place == runs[0].rows[end].place
-            right = recorder.kept.get(end) if same else None
-        else:  # nothing happens here on the first side
-            right = runs[0].kept.get(end)
-    return _described(names, runs, found, right)
-
-
-def _described(names: tuple[str, str], runs: Sequence[Run], found: Parting, right: torch.Tensor | None) -> Difference:
-    rows = [run.rows[end] for run, end in zip(runs, found.ends, strict=True)]
-    whole = all(end in run.kept for run, end in zip(runs, found.ends, strict=True))
+    ends = list(zip(runs, found.ends, strict=True))
+    kept = [each(keep={end}).kept.get(end) if each else None for each, end in zip(again, found.ends, strict=True)]
+    whole = None not in [None if each is None else 0 for each in kept]
     values = [
-        (run.kept[end] if whole else row.sample).double().cpu()
-        for run, row, end in zip(runs, rows, found.ends, strict=True)
+        (x if whole and x is not None else run.rows[end].sample).double().cpu()
+        for x, (run, end) in zip(kept, ends, strict=True)
     ]
-    dtype = max((row.dtype for row in rows), key=_eps)
-    apart = ulps(values[0], values[1], dtype)
+    dtype = max((run.rows[end].dtype for run, end in ends), key=_eps)
+    apart = ulps(*values, dtype)
     side = 0 if found.rows[0] else 1
-    run, at = runs[side], found.rows[side][0]
-    row = run.rows[at]
     nearer = ""
-    if right is not None and whole and right.shape == values[0].shape:
-        errors = [float((value - right.cpu()).norm()) for value in values]
+    if reference and whole and again[0] and not found.inputs_differed:
+        right = values[0] if side else _in_float64(runs[0], again[0], found)
+        errors = [torch.inf if right is None else float((value - right).norm()) for value in values]
         nearer = "" if errors[0] == errors[1] else names[int(errors[1] < errors[0])]
+    rows, at = runs[side].rows, found.rows[side][0]
+    row = rows[at]
     before = sum(
-        (r.module, r.op, r.index, r.backward) == (row.module, row.op, row.index, row.backward) for r in run.rows[:at]
+        (x.module, x.op, x.index, x.backward) == (row.module, row.op, row.index, row.backward) for x in rows[:at]
     )
-    return Difference(
-        row.module,
-        canonical(row.op),
-        before,
-        found.kind,
-        "" if found.more is None else names[found.more],
-        float(apart.max()) if apart.numel() else 0.0,
-        float((apart > 0).double().mean()) if apart.numel() else 0.0,
-        found.inputs_differed,
-        nearer,
-        dtype_name(dtype),
-        *(
-            tuple(f"{run.rows[i].op}:{dtype_name(run.rows[i].dtype)}" for i in of)
-            for run, of in zip(runs, found.rows, strict=True)
-        ),
-    )
+    ops = [
+        tuple(f"{run.rows[i].op}:{dtype_name(run.rows[i].dtype)}" for i in of)
+        for run, of in zip(runs, found.rows, strict=True)
+    ]
+    more = "" if found.more is None else names[found.more]
+    share = float((apart > 0).double().mean())
+    sizes = (float(apart.max()), share, found.inputs_differed, nearer, dtype_name(dtype))
+    return Difference(row.module, canonical(row.op), before, found.kind, more, *sizes, *ops)
+
+
+def _compiled_difference(
+    names: tuple[str, str], sides: Sequence[Any], runs: Sequence[Run], again: Sequence[_Again]
+) -> Difference | None:
+    """Explain the difference of outputs where one side or both are compiled, and the ops agree that run eagerly."""
+    ran = [
+        each(watched=False) if each and is_compiled(side) else run
+        for each, side, run in zip(again, sides, runs, strict=True)
+    ]
+    found = part(*ran)
+    if found is None:
+        return None
+    first = _difference(names, ran, (None, None), found, None)
+    side = int(is_compiled(sides[1]))
+    rerun = again[side]
+    assert rerun is not None
+    fused = rerun(below=Fused())
+    left, whole = (_distance(ran[side], of) for of in (fused, runs[side]))
+    parted = part(*((runs[0], fused) if side else (fused, runs[1])))
+    share = 1.0 - left / whole if whole else 0.0
+    note = f"results that stay in float32 between fused ops explain {max(share, 0.0):.0%} of the difference of outputs"
+    if parted is None or share < _EXPLAINED:
+        return replace(
+            first,
+            kind="kernel",
+            note=f"{note}; the rest is compiled kernels: sums in another order, fused multiply-add, other functions",
+        )
+    at = _difference(names, (runs[0], fused) if side else (fused, runs[1]), (None, None), parted, None)
+    return replace(at, kind="rounding", more=names[1 - side], nearer="", note=f"told from outputs: {note}")
+
+
+def _distance(run: Run, other: Run) -> float:
+    """Return the distance of the outputs of two runs, in the dtypes of the first."""
+    pairs = [(run.kept[i], other.kept[j]) for i, j in zip(run.outputs, other.outputs, strict=True)]
+    return sum(float((a.double() - b.to(a.dtype).double()).abs().sum()) for a, b in pairs if a.is_floating_point())
+
+
+def _in_float64(side: Run, again: Callable[..., Run], found: Parting) -> torch.Tensor | None:
+    """Compute the ops of the first side at the parting again in float64; None for an op that has no float64."""
+    start, end = found.rows[0][0], found.ends[0]
+    if start not in side.facts:  # an output
+        return None
+    with suppress(UsageError):
+        found_again = again(keep={end}, wide_from=side.facts[start].before)
+        if end < len(found_again.rows) and found_again.rows[end].place == side.rows[end].place:
+            return found_again.kept[end].double().cpu()
+    return None
 
 
 def _eps(dtype: torch.dtype) -> float:
@@ -251,8 +239,8 @@ def _eps(dtype: torch.dtype) -> float:
 
 def ulps(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Compute the distance of values, in units in the last place of a dtype; inf where only one is finite."""
-    if a.shape != b.shape or not dtype.is_floating_point:
-        return (a != b).double() if a.shape == b.shape else torch.tensor([torch.inf], dtype=torch.float64, device="cpu")
+    if not dtype.is_floating_point:
+        return (a != b).double()
     size = torch.maximum(a.abs(), b.abs()).clamp_min(torch.finfo(dtype).smallest_normal)
     unit = torch.ldexp(torch.full_like(size, torch.finfo(dtype).eps), torch.frexp(size).exponent - 1)
     equal = (a == b) | (a.isnan() & b.isnan())
@@ -271,11 +259,7 @@ def _ops(runs: Sequence[Run]) -> tuple[list[Op], int]:
             continue
         other = partners[i]
         dtype = max(row.dtype, other.dtype, key=_eps)
-        apart = (
-            0.0
-            if is_same(row, other)
-            else float(max(ulps(row.sample, other.sample, dtype).max(), torch.tensor(2**-20)))
-        )
+        apart = 0.0 if is_same(row, other) else max(_LEAST, float(ulps(row.sample, other.sample, dtype).max()))
         differ = any(not _is_equal(a, partners, j) for j in row.inputs)
         key = row.module, canonical(row.op)
         found.append(Op(*key, seen[key], (dtype_name(row.dtype), dtype_name(other.dtype)), apart, differ))
