@@ -83,12 +83,13 @@ def _find(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f".{module}", __name__), name)
 
 
-_OF_APEX = {
+_ABOVE = {
     "init": "compat.handle_2018",
+    "parity": "parity",
     "_amp_state": "compat.amp_state",
     **dict.fromkeys(("Methods", "Scaler", "Stash"), "compat.amp_stash"),
 }
-NAMES_ABOVE.update({name: partial(_find, module, name) for name, module in _OF_APEX.items()})
+NAMES_ABOVE.update({name: partial(_find, module, name) for name, module in _ABOVE.items()})
 
 
 def __getattr__(name: str) -> Any:

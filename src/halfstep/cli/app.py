@@ -15,6 +15,7 @@ SUBCOMMANDS = {
     "demo": "Train a small model on real data at every opt level, side by side.",
     "run": "Run a script written for Apex, unedited.",
     "compare": "Where two saved runs part.",
+    "parity": "The first op at which two callables round differently.",
     "migrate": "Rewrite code that calls Apex.",
     "oplists": "Which op runs in which precision.",
     "memory": "Bytes a parameter for every level and optimizer.",

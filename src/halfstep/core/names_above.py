@@ -1,4 +1,4 @@
-"""Names that classes and modules offer for compatibility with Apex, and that a higher room implements.
+"""Names that classes and modules offer, and that a higher room implements: names of Apex, and ``numerics.parity``.
 
 ``halfstep/__init__.py`` is the highest module, and every import of halfstep runs it first. It fills the table, so that
 no room imports a room above it. A module is imported only when a script accesses such a name.

@@ -176,10 +176,8 @@ def _near(outputs: _OfKind, fix: str) -> Iterator[Finding]:
         row, left = min(near, key=lambda each: each[1])
         soon = f"about {left:.0f} steps away if it grows on like this" if left else "less than a doubling away"
         where = listed(list(dict.fromkeys(each.module for each, _ in near)), _NAMED)
-        text = (
-            f"at step {row.step} the output of {row.module} has {row.headroom:.1f} doublings left to the largest "
-            f"number of its dtype; an overflow is {soon}"
-        )
+        text = f"at step {row.step} the output of {row.module} has {row.headroom:.1f} doublings left to the largest "
+        text += f"number of its dtype; an overflow is {soon}"
         known = {"step": row.step, "headroom": row.headroom, "steps_left": left}
         yield Finding("HS116", "warning", where, text, known, fix.format([row.module]))
 
@@ -224,10 +222,8 @@ def _flushed(histories: _Histories) -> Iterator[Finding]:
     if found:
         worst = max(found, key=lambda history: history.flushed)
         names = {f"{history.first.module} ({history.first.tensor})": history.last.numel for history in found}
-        text = (
-            f"up to {share(worst.flushed)} of these gradients became 0, because they are too small for their dtype; "
-            f"most of {worst.first.module} ({worst.first.tensor})"
-        )
+        text = f"up to {share(worst.flushed)} of these gradients became 0, because they are too small for their dtype; "
+        text += f"most of {worst.first.module} ({worst.first.tensor})"
         yield Finding("HS117", "warning", grouped(names), text, {"flushed": worst.flushed}, _FIX_FLUSHED)
 
 
@@ -253,10 +249,8 @@ def _too_large(histories: _Histories, step: int) -> Finding | None:
         of = {name: numel[name] for name in names}
         if sum(of.values()) > _MOST * sum(numel.values()):
             part, most = sum(of.values()) / sum(numel.values()), max(names, key=numel.__getitem__)
-            text = (
-                f"at step {step} the learning rate is too high: {share(part)} of the weights get updates of {how}; "
-                f"{most} gets {ratios[most]:.2g} times its size"
-            )
+            text = f"at step {step} the learning rate is too high: {share(part)} of the weights get updates of {how}; "
+            text += f"{most} gets {ratios[most]:.2g} times its size"
             known = {"step": step, "share": part, "ratio": ratios[most]}
             return Finding("HS120", "error", grouped(of), text, known, _FIX_TOO_LARGE)
     return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
+from itertools import zip_longest
 from typing import NamedTuple
 
 from ..core.oplists.tables import words
@@ -62,14 +63,12 @@ class Parting(NamedTuple):
         more: the side, 0 or 1, that rounds more; None if neither does.
         rows: the rows of each side at this place.
         ends: the last of them, or the row that goes in if there is none.
-        inputs_differed: True if what goes in differs already.
     """
 
     kind: str
     more: int | None
     rows: tuple[list[int], list[int]]
     ends: tuple[int, int]
-    inputs_differed: bool = False
 
 
 def _bits(row: LinkedRow) -> tuple[int, int]:
@@ -88,6 +87,10 @@ class _Side:
         ops: the rows that the other run lacks, in order: results of ops, and outputs.
         given: the other such rows, weights and inputs, by what they are.
         at: those of ``ops`` at the parting.
+        roundings: the number of casts among them that change numbers.
+        computing: those that neither cast nor move numbers.
+        names: their names.
+        sums: the number of products and sums among them.
     """
 
     def __init__(self, run: Run, other: Run) -> None:
@@ -99,35 +102,22 @@ class _Side:
         self.ops = [i for i in found if i in made][:_MOST]
         self.given = {(run.rows[i].module, run.rows[i].op, run.rows[i].shape): i for i in found if i not in made}
         self.keys = [(row.module, row.op, row.index, tuple(row.shape)) for row in map(run.rows.__getitem__, self.ops)]
-        self.at: list[int] = []
 
-    @property
-    def computing(self) -> list[int]:
-        """The rows at the parting that neither cast nor move numbers."""
-        return [i for i in self.at if self.rows[i].op not in _CASTS | _MOVES]
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the ops that compute."""
-        return [self.rows[i].op.rstrip("_") for i in self.computing]
-
-    @property
-    def sums(self) -> int:
-        """The number of products and sums at the parting."""
-        return sum(name in PRODUCTS | _SUMS for name in self.names)
-
-    @property
-    def roundings(self) -> int:
-        """The number of casts at the parting that change numbers."""
+    def part_at(self, count: int) -> None:
+        """Note that so many ops are at the parting."""
+        self.at = self.ops[:count]
         casts = [self.rows[i] for i in self.at if self.rows[i].op in _CASTS]
-        return sum(not any(is_same(row, self.rows[j]) for j in row.inputs) for row in casts)
+        self.roundings = sum(not any(is_same(row, self.rows[j]) for j in row.inputs) for row in casts)
+        self.computing = [i for i in self.at if self.rows[i].op not in _CASTS | _MOVES]
+        self.names = [self.rows[i].op.rstrip("_") for i in self.computing]
+        self.sums = sum(name in PRODUCTS | _SUMS for name in self.names)
 
     @property
     def order_of_eps(self) -> tuple[str, ...]:
         """The order of the next root, and of the next small constant that is added."""
         found = []
         for i in self.ops[:_AHEAD]:
-            constants = self.facts[i].constants if i in self.facts else ()
+            constants = self.facts[i][1] if i in self.facts else ()
             small = any(isinstance(x, float) and 0 < x <= _SMALL for x in constants)
             name = self.rows[i].op.rstrip("_")
             found += ["root"] if name in _ROOTS else ["eps"] if small and name in _ADDS else []
@@ -160,15 +150,15 @@ def part(run: Run, other: Run) -> Parting | None:
         return None
     if both := [name for name in a.given if name in b.given]:
         pair = a.given[both[0]], b.given[both[0]]
-        return Parting("inputs", None, ([pair[0]], [pair[1]]), pair, True)
+        return Parting("inputs", None, ([pair[0]], [pair[1]]), pair)
     blocks = SequenceMatcher(None, a.keys, b.keys, autojunk=False).get_matching_blocks()
     ends = (len(a.keys), len(b.keys))
     anchor = next(x for x in blocks if x.size >= _ANCHOR or not x.size or (x.a + x.size, x.b + x.size) == ends)
     begins = not anchor.a and not anchor.b  # with the same op on both sides
-    a.at, b.at = a.ops[: anchor.a or begins], b.ops[: anchor.b or begins]
+    a.part_at(anchor.a or begins)
+    b.part_at(anchor.b or begins)
     last = a.end(b), b.end(a)
-    if a.rows[last[0]].shape != b.rows[last[1]].shape:
-        last = a.outputs[0], b.outputs[0]
+    last = last if a.rows[last[0]].shape == b.rows[last[1]].shape else (a.outputs[0], b.outputs[0])
     return Parting(*_kind(a, b), (a.at, b.at), last)
 
 
@@ -194,7 +184,7 @@ def _kind_of_equal(a: _Side, b: _Side) -> tuple[str, int | None]:
             of, at = ((a, i), (b, j))[wide]
             back = [row.dtype for row in of.rows[at + 1 :] if row.op == "_to_copy" and row.inputs == (at,)]
             return ("accumulation" if of.sums and back[:1] == [dtypes[1 - wide]] else "cast"), 1 - wide
-        constants = zip(a.facts[i].constants, b.facts[j].constants, strict=False) if i in a.facts else ()
+        constants = zip_longest(a.facts[i][1], b.facts[j][1]) if i in a.facts else ()
         if other := [x for pair in constants if pair[0] != pair[1] for x in pair]:
             return ("eps" if all(isinstance(x, float) and 0 <= x <= _SMALL for x in other) else "arguments"), None
     if a.roundings != b.roundings:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from ..observe.names import OUTSIDE, ROOT, qualified_names
 from ..observe.ops import OpCall, tensors_in, widened, written
 from ..observe.watch import CallWatch
 
-__all__ = ["OUTPUT", "Run", "run"]
+__all__ = ["OUTPUT", "Run", "Wide", "run"]
 
 OUTPUT = "(output)"
 """The name for what a side returns."""
@@ -34,16 +34,8 @@ _SAMPLES = 4096
 _FORMAT = "halfstep parity 1"
 
 
-class Facts(NamedTuple):
-    """What a row does not say of its op.
-
-    Attributes:
-        before: the number of rows when the op began.
-        constants: the arguments that are not tensors.
-    """
-
-    before: int
-    constants: tuple[Any, ...]
+Facts = tuple[int, tuple[Any, ...]]
+"""What a row does not say of its op: the number of rows when it began, and its arguments that are not tensors."""
 
 
 class BitRecorder(Recorder):
@@ -65,19 +57,19 @@ class BitRecorder(Recorder):
         self._alone: dict[Any, list[torch.Size]] = defaultdict(list)
         for row in reversed(batch[1].rows if batch else ()):
             self._alone[row.module, row.op, row.index].append(row.shape)
-        self._weights: dict[torch.device, torch.Tensor] = {}
 
     def notice(self, call: OpCall) -> None:
         """Record the result of an op, unless it is a view."""
         before = len(self.rows)
         super().notice(call)
         made = [i for i in range(before, len(self.rows)) if self.rows[i].op == call.name]
-        given = tree_flatten((call.args, call.kwargs))[0] if made else []
+        given = tree_flatten((call.args, call.kwargs))[0]
         constants = tuple(x for x in given if isinstance(x, (bool, int, float, str)))
-        self.facts |= dict.fromkeys(made, Facts(before, constants))
+        self.facts |= dict.fromkeys(made, (before, constants))
 
-    def begin_inputs(self, *inputs: Any) -> None:
-        """Record the arguments of the run, which ops perhaps read as views."""
+    def begin(self, names: dict[nn.Module, str], *inputs: Any) -> None:
+        """Record parameters and buffers, and the arguments of the run, which ops perhaps read as views."""
+        super().begin(names)
         list(self._came_from(OUTSIDE, *inputs))
 
     def finish(self, output: Any) -> list[int]:
@@ -93,16 +85,10 @@ class BitRecorder(Recorder):
 
     def _look(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         values = tensor.detach().to(torch.float64)
-        return self._sample(values), values.new_zeros(()), self._digest(values.reshape(-1))
-
-    def _digest(self, values: torch.Tensor) -> torch.Tensor:
-        bits = values.masked_fill(values.isnan(), torch.nan).view(torch.int64)
-        weights = self._weights.get(values.device)
-        if weights is None or len(weights) < len(bits):
-            made = torch.arange(len(bits), device=values.device, dtype=torch.int64)
-            weights = self._weights[values.device] = (made * 0x9E3779B97F4A7C1) ^ (made >> 7) | 1
-        mixed = bits ^ (bits >> 32) ^ (bits >> 47)
-        return (mixed * weights[: len(bits)]).sum().reshape(1)
+        bits = values.masked_fill(values.isnan(), torch.nan).reshape(-1).view(torch.int64)
+        at = torch.arange(len(bits), device=values.device, dtype=torch.int64)
+        mixed = (bits ^ (bits >> 32) ^ (bits >> 47)) * ((at * 0x9E3779B97F4A7C1) ^ (at >> 7) | 1)
+        return self._sample(values), values.new_zeros(()), mixed.sum().reshape(1)
 
     def _write(self, row: LinkedRow, tensor: torch.Tensor, keep: bool = False) -> None:
         seen = tensor
@@ -118,10 +104,10 @@ class BitRecorder(Recorder):
         super()._write(row, tensor)
 
 
-class _Wide(TorchDispatchMode):
+class Wide(TorchDispatchMode):
     """Computes in float64 from a row of a recorder on."""
 
-    def __init__(self, recorder: BitRecorder, start: int) -> None:
+    def __init__(self, start: int, recorder: BitRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder, self._start = recorder, start
 
@@ -142,6 +128,7 @@ class Run:
         facts: more about the op of a row.
         outputs: the rows of what the side returned.
         kept: whole tensors by row: of outputs, and of rows that were asked for. A saved run has none.
+        again: runs the side again, with the keyword arguments of ``run``; None for a saved run.
     """
 
     name: str
@@ -149,6 +136,7 @@ class Run:
     facts: dict[int, Facts]
     outputs: list[int]
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    again: Callable[..., Run] | None = None
 
     def save(self, path: str | Path) -> None:
         """Save the run, to compare it in another process. The file has samples and digests, no whole tensors.
@@ -157,9 +145,8 @@ class Run:
             path: the file; missing folders are created, and an existing file is replaced as a whole.
         """
         rows = [{**vars(row), "cast": None, "source": None} for row in self.rows]
-        facts = {i: tuple(each) for i, each in self.facts.items()}
         with replacing(path) as file:
-            torch.save((_FORMAT, self.name, rows, facts, self.outputs), file)
+            torch.save((_FORMAT, self.name, rows, self.facts, self.outputs), file)
 
     @staticmethod
     def load(path: str | Path) -> Run:
@@ -175,15 +162,14 @@ class Run:
         if not isinstance(saved, tuple) or saved[0] != _FORMAT:
             raise ArgumentValueError(f"{path} is no saved run. parity.record(model, inputs).save(path) writes one.")
         _, name, rows, facts, outputs = saved
-        return Run(name, [LinkedRow(**row) for row in rows], {i: Facts(*each) for i, each in facts.items()}, outputs)
+        return Run(name, [LinkedRow(**row) for row in rows], facts, outputs)
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and keyword arguments for a call; tensors are copied, so that no side can change them."""
     leaves, tree = tree_flatten(inputs)
-    tensors = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-    for i, x in tensors:
-        leaves[i] = x.detach().clone().requires_grad_(x.requires_grad)
+    for i, x in enumerate(leaves):
+        leaves[i] = x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
     copied = tree_unflatten(leaves, tree)
     if isinstance(copied, Mapping):
         return (), dict(copied)
@@ -192,28 +178,15 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _models_in(side: Callable[..., Any]) -> list[nn.Module]:
     """List the models that a callable uses: itself, or those that it names."""
-    if isinstance(side, nn.Module):
-        return [side]
-    if isinstance(side, functools.partial):
-        return [model for each in (side.func, *side.args) if callable(each) for model in _models_in(each)]
     inner: Any = getattr(side, "_torchdynamo_orig_callable", side)
-    values, function = [getattr(inner, "__self__", None)], getattr(inner, "__func__", inner)
-    if inspect.isfunction(function):
-        closed = inspect.getclosurevars(function)
-        values += [*closed.nonlocals.values(), *closed.globals.values()]
+    values = [side, getattr(inner, "__self__", None)]
+    if inspect.isfunction(function := getattr(inner, "__func__", inner)):
+        values += [value for named in inspect.getclosurevars(function)[:2] for value in named.values()]
     return [value for value in values if isinstance(value, nn.Module)]
 
 
 def run(
-    name: str,
-    side: Callable[..., Any],
-    inputs: Any,
-    *,
-    keep: Collection[int] = (),
-    batch: tuple[int, Run] | None = None,
-    wide_from: int | None = None,
-    below: Any = None,
-    watched: bool = True,
+    name: str, side: Any, inputs: Any, keep: Any = (), batch: Any = None, below: Any = nullcontext, watched: bool = True
 ) -> Run:
     """Run one side, recorded, from the same random state as the other.
 
@@ -225,8 +198,7 @@ def run(
         inputs: its arguments.
         keep: see ``BitRecorder``.
         batch: see ``BitRecorder``.
-        wide_from: the number of rows from which ops compute in float64; None for none.
-        below: a mode to run below the recorder; None for none.
+        below: a function that takes the recorder and returns a mode to run below it.
         watched: False to record only what the side returns, so that compiled code runs as compiled.
 
     Raises:
@@ -234,13 +206,11 @@ def run(
         ArgumentTypeError: if it returns no tensor.
     """
     recorder = BitRecorder(keep, batch)
-    below = below if wide_from is None else _Wide(recorder, wide_from)
     models = _models_in(side)
     names = qualified_names(side) if isinstance(side, nn.Module) else None
     args, kwargs = _arguments(inputs)
-    with _as_before(models), same_random_numbers(nn.ModuleList(models)), below or nullcontext():
-        recorder.begin(names or {})
-        recorder.begin_inputs(args, kwargs)
+    with _as_before(models), same_random_numbers(nn.ModuleList(models)), below(recorder):
+        recorder.begin(names or {}, args, kwargs)
         with CallWatch(names, ops=recorder.notice, casts=True) if watched else nullcontext():
             try:
                 output = side(*args, **kwargs)
@@ -252,7 +222,8 @@ def run(
         raise ArgumentTypeError(f"{name} returns {type(output).__name__} without a tensor: return what to compare.")
     if names is None:
         _strip(recorder.rows)
-    return Run(name, recorder.rows, recorder.facts, outputs, recorder.kept)
+    again = functools.partial(run, name, side, inputs, batch=batch)
+    return Run(name, recorder.rows, recorder.facts, outputs, recorder.kept, again)
 
 
 def _strip(rows: list[LinkedRow]) -> None:
@@ -266,15 +237,15 @@ def _strip(rows: list[LinkedRow]) -> None:
 @contextmanager
 def _as_before(models: list[nn.Module]) -> Iterator[None]:
     """Restore the parameters and buffers of models, and their gradients, after the block."""
-    tables = [table(m) for model in models for m in model.modules() for table in (parameters_of, buffers_of)]
+    tables: list[Any] = [table(m) for model in models for m in model.modules() for table in (parameters_of, buffers_of)]
     named = [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
-    saved = [(*each, each[2]._version, each[2].detach().clone(), each[2].grad) for each in named]
+    saved = [(*each, each[2].detach().clone(), each[2].grad) for each in named]
     try:
         for _, _, tensor, *_, grad in saved:
             tensor.grad = None if grad is None else grad.clone()
         yield
     finally:
-        for table, name, tensor, version, value, grad in saved:
+        for table, name, tensor, value, grad in saved:
             table[name], tensor.grad = tensor, grad
-            if tensor._version != version:
+            if not torch.equal(tensor, value):  # the kernel of a batch norm writes without a new version
                 tensor.detach().copy_(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +24,7 @@ KINDS = {
 }
 """What each kind of difference is."""
 
+_COLUMNS = ("module", "op", "ulps", "inputs", "dtypes")
 _SHOWN = 12
 
 
@@ -74,7 +74,6 @@ class Op:
     Attributes:
         module: the qualified name of the module.
         op: the name of the op.
-        occurrence: the index among equal ops of the module, from 0.
         dtypes: the dtype of the result on each side.
         ulps: the largest difference of a sample of values, in units in the last place; 0.0 if all bits agree.
         inputs_differed: True if an input differed already.
@@ -82,7 +81,6 @@ class Op:
 
     module: str
     op: str
-    occurrence: int
     dtypes: tuple[str, str]
     ulps: float
     inputs_differed: bool
@@ -112,14 +110,11 @@ class Parity:
         lines = [f"{a} and {b}: {counted(len(self.ops), 'common op')}, {self.alone} of one side only"]
         if self.first is None:
             return "\n".join([*lines, "equal bit for bit"])
-        lines += [
-            f"first difference: {self.first}",
-            *(f"  {name}: {text}" for name, text in self._about(self.first).items()),
-        ]
+        about = self._about(self.first).items()
+        lines += [f"first difference: {self.first}", *(f"  {name}: {text}" for name, text in about)]
         differ = [op for op in self.ops if op.ulps]
-        rows = [["module", "op", "ulps", "inputs", "dtypes"], *map(_cells, differ[:_SHOWN])]
-        more = [f"and {counted(len(differ) - _SHOWN, 'more op')}"] if len(differ) > _SHOWN else []
-        return "\n".join([*lines, "", *aligned(rows, right=(2,)), *more] if differ else lines)
+        rows = [_COLUMNS, *map(_cells, differ[:_SHOWN])]
+        return "\n".join([*lines, "", *aligned(rows, right=(2,))] if differ else lines)
 
     def report(self, path: str | Path, *, command: str | None = None) -> None:
         """Write one self-contained HTML page.
@@ -130,31 +125,27 @@ class Parity:
         """
         a, b = self.names
         parts = [header("halfstep parity", "Where two runs round differently", f"{a} and {b}", made_by(command))]
-        if self.first is None:
-            parts.append(note("The outputs are equal bit for bit."))
-        else:
-            parts += [
-                note(f"First difference: {self.first}."),
-                section("What differs there", facts(self._about(self.first))),
-            ]
-        names = ["module", "op", "ulps", "inputs", "dtypes"]
-        body = map(_cells, self.ops[:500])
+        parts.append(note(f"First difference: {self.first}." if self.first else "The outputs are equal bit for bit."))
+        if self.first is not None:
+            parts.append(section("What differs there", facts(self._about(self.first))))
         caption = f"Ops of both sides in order of execution; {self.alone} are of one side only."
-        parts.append(section("All ops", table(names, body, caption), small("Ulps are those of a sample of values.")))
+        rows = table(_COLUMNS, map(_cells, self.ops[:500]), caption)
+        parts.append(section("All ops", rows, small("Ulps are those of a sample of values.")))
         write_page(path, f"{a} and {b}", parts)
 
     def _about(self, first: Difference) -> dict[str, str]:
         """Describe the first difference."""
-        sides: Sequence[tuple[str, tuple[str, ...]]] = list(zip(self.names, (first.a, first.b), strict=True))
-        found = {name: " ".join(ops) or "(nothing)" for name, ops in sides}
-        found["differs by"] = f"up to {first.ulps:.3g} ulps of {first.dtype}, in {first.share:.1%} of its values"
-        found["inputs"] = "differed already" if first.inputs_differed else "equal"
-        found |= {"rounds more": first.more} if first.more else {}
-        found |= {"nearer to float64": first.nearer} if first.nearer else {}
-        return found | ({"note": first.note} if first.note else {})
+        known = {
+            **{name: " ".join(ops) or "(nothing)" for name, ops in zip(self.names, (first.a, first.b), strict=True)},
+            "differs by": f"up to {first.ulps:.3g} ulps of {first.dtype}, in {first.share:.1%} of its values",
+            "inputs": "differed already" if first.inputs_differed else "equal",
+            "rounds more": first.more,
+            "nearer to float64": first.nearer,
+            "note": first.note,
+        }
+        return {name: text for name, text in known.items() if text}
 
 
 def _cells(op: Op) -> list[str]:
-    number = f"{op.op} #{op.occurrence}" if op.occurrence else op.op
     dtypes = op.dtypes[0] if op.dtypes[0] == op.dtypes[1] else " ".join(op.dtypes)
-    return [op.module, number, f"{op.ulps:.3g}", "differ" if op.inputs_differed else "equal", dtypes]
+    return [op.module, op.op, f"{op.ulps:.3g}", "differ" if op.inputs_differed else "equal", dtypes]

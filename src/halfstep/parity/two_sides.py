@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,18 +18,11 @@ from ..numerics.linked_rows import LinkedRow, aligned_rows
 from ..observe.names import OUTSIDE, ROOT, canonical
 from .compiled import Fused, is_compiled
 from .parting import Parting, is_same, part
-from .recorded import OUTPUT, Run, run
+from .recorded import OUTPUT, Run, Wide, run
 from .result import Difference, Op, Parity
 
 __all__ = ["batch_invariance", "parity", "record"]
 
-_LEAST = 2.0**-20
-"""The ulps of an op of which only values differ that are not in the sample."""
-
-_EXPLAINED = 0.5
-"""The share of a difference that a cause explains at least."""
-
-_Again = Callable[..., Run] | None
 Side = Callable[..., Any] | Run | str | Path
 
 
@@ -75,18 +67,14 @@ def parity(a: Side, b: Side, inputs: Any = None, *, reference: str | None = "flo
     if reference not in ("float64", None):
         raise ArgumentValueError(f"reference={reference!r} must be 'float64' or None.")
     sides = [Run.load(side) if isinstance(side, (str, Path)) else side for side in (a, b)]
-    for side in sides:
-        if not (isinstance(side, Run) or callable(side)):
-            raise ArgumentTypeError(f"{side!r} must be a callable, a recorded run, or the path of a saved run.")
-    names = _names(sides)
-    again = [
-        None if isinstance(side, Run) else partial(run, name, side, inputs)
-        for name, side in zip(names, sides, strict=True)
-    ]
-    runs = [each() if each else side for each, side in zip(again, sides, strict=True)]
-    found = _compare(names, runs, again, reference)
+    if wrong := [side for side in sides if not (isinstance(side, Run) or callable(side))]:
+        raise ArgumentTypeError(f"{wrong[0]!r} must be a callable, a recorded run, or the path of a saved run.")
+    names = [side.name if isinstance(side, Run) else _name(side) for side in sides]
+    names = [f"{name} ({at})" for name, at in zip(names, "ab", strict=True)] if names[0] == names[1] else names
+    runs = [each if isinstance(each, Run) else run(name, each, inputs) for name, each in zip(names, sides, strict=True)]
+    found = _compare(runs, reference)
     if found and any(map(is_compiled, sides)):
-        return replace(found, first=_compiled_difference(names, sides, runs, again))
+        return replace(found, first=_compiled_difference(runs, [is_compiled(side) for side in sides]))
     return found
 
 
@@ -119,100 +107,81 @@ def batch_invariance(model: Callable[..., Any], inputs: Any) -> Parity:
     if size < 2:
         raise ArgumentValueError(f"inputs have {size} rows: give a batch of 2 or more to compare its first row with.")
     one = [x[:1] if isinstance(x, torch.Tensor) and x.dim() and len(x) == size else x for x in leaves]
-    names = "row 0 alone", f"row 0 of {size}"
-    again = [partial(run, names[0], model, tree_unflatten(one, tree))]
-    again.append(partial(run, names[1], model, inputs, batch=(size, again[0]())))
-    return _compare(names, [each() for each in again], again, None)
+    alone = run("row 0 alone", model, tree_unflatten(one, tree))
+    return _compare([alone, run(f"row 0 of {size}", model, inputs, batch=(size, alone))], None)
 
 
 parity.__dict__.update(batch_invariance=batch_invariance, record=record)
 
 
 def _name(side: Any) -> str:
-    return getattr(side, "__name__", type(getattr(side, "_orig_mod", side)).__name__)
+    name = getattr(side, "__name__", type(getattr(side, "_orig_mod", side)).__name__)
+    return f"{name} (compiled)" if is_compiled(side) else name
 
 
-def _names(sides: Sequence[Any]) -> tuple[str, str]:
-    a, b = (side.name if isinstance(side, Run) else _name(side) for side in sides)
-    a, b = (f"{name} (compiled)" if is_compiled(side) else name for name, side in zip((a, b), sides, strict=True))
-    return (a, b) if a != b else (f"{a} (a)", f"{b} (b)")
-
-
-def _compare(names: tuple[str, str], runs: Sequence[Run], again: Sequence[_Again], reference: str | None) -> Parity:
+def _compare(runs: Sequence[Run], reference: str | None) -> Parity:
+    a, b = runs
     shapes = [[tuple(run.rows[i].shape) for i in run.outputs] for run in runs]
     if shapes[0] != shapes[1]:
-        said = " and ".join(f"{name} returns {of}" for name, of in zip(names, shapes, strict=True))
+        said = f"{a.name} returns {shapes[0]} and {b.name} {shapes[1]}"
         raise ArgumentValueError(f"The outputs differ in structure: {said}. Return equal shapes in equal order.")
     modules = [{row.module for row in run.rows} - {OUTSIDE, OUTPUT, ROOT} for run in runs]
     if all(modules) and not modules[0] & modules[1]:
-        said = " and ".join(f"{name} has {', '.join(sorted(of)[:3])}" for name, of in zip(names, modules, strict=True))
+        said = f"{a.name} has {', '.join(sorted(modules[0])[:3])} and {b.name} {', '.join(sorted(modules[1])[:3])}"
         raise ArgumentValueError(f"No module has the same name on both sides: {said}. Compare equal module trees.")
-    found = part(*runs)
-    return Parity(names, None if found is None else _difference(names, runs, again, found, reference), *_ops(runs))
+    found = part(a, b)
+    first = None if found is None else _difference(runs, found, reference)
+    return Parity((a.name, b.name), first, *_ops(runs))
 
 
-def _difference(
-    names: tuple[str, str], runs: Sequence[Run], again: Sequence[_Again], found: Parting, reference: str | None
-) -> Difference:
-    """Describe the place where two runs part, from whole tensors if a side can run again."""
-    ends = list(zip(runs, found.ends, strict=True))
-    kept = [each(keep={end}).kept.get(end) if each else None for each, end in zip(again, found.ends, strict=True)]
-    whole = None not in [None if each is None else 0 for each in kept]
-    values = [
-        (x if whole and x is not None else run.rows[end].sample).double().cpu()
-        for x, (run, end) in zip(kept, ends, strict=True)
-    ]
-    dtype = max((run.rows[end].dtype for run, end in ends), key=_eps)
-    apart = ulps(*values, dtype)
+def _difference(runs: Sequence[Run], found: Parting, reference: str | None, exact: bool = True) -> Difference:
+    """Describe the place where two runs part, from whole tensors if both sides can run again."""
+    a, b = ends = [run.rows[end] for run, end in zip(runs, found.ends, strict=True)]
+    values = [row.sample for row in ends]
+    exact = exact and None not in [run.again for run in runs]
+    if exact:
+        kept = [run.again(keep={end}).kept[end] for run, end in zip(runs, found.ends, strict=True) if run.again]
+        values = [value.double().cpu() for value in kept]
+    dtype = max(a.dtype, b.dtype, key=_eps)
+    apart = ulps(values[0], values[1], dtype)
     side = 0 if found.rows[0] else 1
     nearer = ""
-    if reference and whole and again[0] and not found.inputs_differed:
-        right = values[0] if side else _in_float64(runs[0], again[0], found)
+    if reference and exact and found.kind != "inputs":
+        right = values[0] if side else _in_float64(runs[0], found)
         errors = [torch.inf if right is None else float((value - right).norm()) for value in values]
-        nearer = "" if errors[0] == errors[1] else names[int(errors[1] < errors[0])]
+        nearer = "" if errors[0] == errors[1] else runs[int(errors[1] < errors[0])].name
     rows, at = runs[side].rows, found.rows[side][0]
-    row = rows[at]
-    before = sum(
-        (x.module, x.op, x.index, x.backward) == (row.module, row.op, row.index, row.backward) for x in rows[:at]
-    )
-    ops = [
-        tuple(f"{run.rows[i].op}:{dtype_name(run.rows[i].dtype)}" for i in of)
-        for run, of in zip(runs, found.rows, strict=True)
-    ]
-    more = "" if found.more is None else names[found.more]
-    share = float((apart > 0).double().mean())
-    sizes = (float(apart.max()), share, found.inputs_differed, nearer, dtype_name(dtype))
-    return Difference(row.module, canonical(row.op), before, found.kind, more, *sizes, *ops)
+    name = canonical(rows[at].op)
+    before = sum((row.module, canonical(row.op)) == (rows[at].module, name) for row in rows[:at])
+    more = "" if found.more is None else runs[found.more].name
+    sizes = float(apart.max()), float((apart > 0).double().mean()), found.kind == "inputs"
+    here, there = (tuple(map(_said, map(run.rows.__getitem__, of))) for run, of in zip(runs, found.rows, strict=True))
+    known = rows[at].module, name, before, found.kind, more
+    return Difference(*known, *sizes, nearer, dtype_name(dtype), here, there)
 
 
-def _compiled_difference(
-    names: tuple[str, str], sides: Sequence[Any], runs: Sequence[Run], again: Sequence[_Again]
-) -> Difference | None:
+def _said(row: LinkedRow) -> str:
+    return f"{row.op}:{dtype_name(row.dtype)}"
+
+
+def _compiled_difference(runs: Sequence[Run], compiled: Sequence[bool]) -> Difference | None:
     """Explain the difference of outputs where one side or both are compiled, and the ops agree that run eagerly."""
-    ran = [
-        each(watched=False) if each and is_compiled(side) else run
-        for each, side, run in zip(again, sides, runs, strict=True)
-    ]
+    ran = [run.again(watched=False) if run.again and of else run for run, of in zip(runs, compiled, strict=True)]
     found = part(*ran)
-    if found is None:
+    side, other = (1, 0) if compiled[1] else (0, 1)
+    again = runs[side].again
+    if found is None or again is None:
         return None
-    first = _difference(names, ran, (None, None), found, None)
-    side = int(is_compiled(sides[1]))
-    rerun = again[side]
-    assert rerun is not None
-    fused = rerun(below=Fused())
+    fused = again(below=lambda _: Fused())
     left, whole = (_distance(ran[side], of) for of in (fused, runs[side]))
-    parted = part(*((runs[0], fused) if side else (fused, runs[1])))
-    share = 1.0 - left / whole if whole else 0.0
-    note = f"results that stay in float32 between fused ops explain {max(share, 0.0):.0%} of the difference of outputs"
-    if parted is None or share < _EXPLAINED:
-        return replace(
-            first,
-            kind="kernel",
-            note=f"{note}; the rest is compiled kernels: sums in another order, fused multiply-add, other functions",
-        )
-    at = _difference(names, (runs[0], fused) if side else (fused, runs[1]), (None, None), parted, None)
-    return replace(at, kind="rounding", more=names[1 - side], nearer="", note=f"told from outputs: {note}")
+    parted = part(runs[other], fused) if side else part(fused, runs[other])
+    share = max(0.0, 1.0 - left / whole) if whole else 0.0
+    note = f"told from outputs: results that stay in float32 between fused ops explain {share:.0%} of the difference"
+    if parted is None or share < 0.5:
+        at = _difference(ran, found, None, exact=False)
+        return replace(at, kind="kernel", more="", note=f"{note}; kernels do the rest")
+    at = _difference((runs[other], fused) if side else (fused, runs[other]), parted, None, exact=False)
+    return replace(at, kind="rounding", more=runs[other].name, note=note)
 
 
 def _distance(run: Run, other: Run) -> float:
@@ -221,15 +190,14 @@ def _distance(run: Run, other: Run) -> float:
     return sum(float((a.double() - b.to(a.dtype).double()).abs().sum()) for a, b in pairs if a.is_floating_point())
 
 
-def _in_float64(side: Run, again: Callable[..., Run], found: Parting) -> torch.Tensor | None:
+def _in_float64(side: Run, found: Parting) -> torch.Tensor | None:
     """Compute the ops of the first side at the parting again in float64; None for an op that has no float64."""
     start, end = found.rows[0][0], found.ends[0]
-    if start not in side.facts:  # an output
-        return None
-    with suppress(UsageError):
-        found_again = again(keep={end}, wide_from=side.facts[start].before)
-        if end < len(found_again.rows) and found_again.rows[end].place == side.rows[end].place:
-            return found_again.kept[end].double().cpu()
+    if start in side.facts and side.again is not None:
+        with suppress(UsageError):
+            wide = side.again(keep={end}, below=partial(Wide, side.facts[start][0]))
+            if end < len(wide.rows) and wide.rows[end].place == side.rows[end].place:
+                return wide.kept[end].double().cpu()
     return None
 
 
@@ -239,10 +207,9 @@ def _eps(dtype: torch.dtype) -> float:
 
 def ulps(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Compute the distance of values, in units in the last place of a dtype; inf where only one is finite."""
-    if not dtype.is_floating_point:
-        return (a != b).double()
-    size = torch.maximum(a.abs(), b.abs()).clamp_min(torch.finfo(dtype).smallest_normal)
-    unit = torch.ldexp(torch.full_like(size, torch.finfo(dtype).eps), torch.frexp(size).exponent - 1)
+    info = torch.finfo(dtype if dtype.is_floating_point else torch.float64)
+    size = torch.maximum(a.abs(), b.abs()).clamp_min(info.smallest_normal)
+    unit = torch.ldexp(torch.full_like(size, info.eps), torch.frexp(size).exponent - 1)
     equal = (a == b) | (a.isnan() & b.isnan())
     return ((a - b).abs() / unit).masked_fill(~(a.isfinite() & b.isfinite()), torch.inf).masked_fill(equal, 0.0)
 
@@ -252,18 +219,14 @@ def _ops(runs: Sequence[Run]) -> tuple[list[Op], int]:
     a, b = (run.rows for run in runs)
     matched, alone = aligned_rows(a, b)
     partners = {i: b[j] for i, j in matched.items()}
-    seen: Counter[tuple[str, str]] = Counter()
     found = []
-    for i, row in enumerate(a):
-        if i not in partners or i not in runs[0].facts or row.index:
-            continue
-        other = partners[i]
+    for i in sorted(partners.keys() & runs[0].facts.keys()):
+        row, other = a[i], partners[i]
         dtype = max(row.dtype, other.dtype, key=_eps)
-        apart = 0.0 if is_same(row, other) else max(_LEAST, float(ulps(row.sample, other.sample, dtype).max()))
+        apart = 0.0 if is_same(row, other) else max(2.0**-20, float(ulps(row.sample, other.sample, dtype).max()))
         differ = any(not _is_equal(a, partners, j) for j in row.inputs)
-        key = row.module, canonical(row.op)
-        found.append(Op(*key, seen[key], (dtype_name(row.dtype), dtype_name(other.dtype)), apart, differ))
-        seen[key] += 1
+        dtypes = dtype_name(row.dtype), dtype_name(other.dtype)
+        found.append(Op(row.module, canonical(row.op), dtypes, apart, differ))
     return found, alone
 
 

@@ -1,0 +1,5 @@
+"""``halfstep parity``, whose command is in the room of the tool."""
+
+from ..parity.command import command
+
+__all__ = ["command"]

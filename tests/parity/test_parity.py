@@ -1,0 +1,233 @@
+"""The first op at which two sides round differently, and why, for differences that were injected."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+from torch.nn import functional as F
+
+from halfstep import HalfstepError
+from halfstep.cli.app import app
+from halfstep.numerics import parity
+from halfstep.parity import KINDS, Parity
+
+from .injected import MODELS, Case, cases
+
+
+def is_right(case: Case) -> bool:
+    first = parity(case.plain, case.other, case.inputs).first
+    return first is not None and (first.module, first.kind) == (case.place, case.kind)
+
+
+def test_the_first_op_and_kind_of_injected_differences() -> None:
+    wrong = [case.name for case in cases(20) if not is_right(case)]
+    assert len(wrong) <= 1, wrong
+
+
+@pytest.mark.exhaustive
+def test_the_first_op_and_kind_of_100_injected_differences() -> None:
+    wrong = [case.name for case in cases(100) if not is_right(case)]
+    assert len(wrong) <= 5, wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_sides_have_no_difference(name: str, dtype: torch.dtype) -> None:
+    make, shape = MODELS[name]
+    model = make().to(dtype)
+    found = parity(model, copy.deepcopy(model), torch.randn(shape).to(dtype))
+    assert found
+    assert found.first is None
+    assert found.ops
+    assert not any(op.ulps for op in found.ops)
+    assert str(found).endswith("equal bit for bit")
+
+
+def test_another_way_to_the_same_bits_is_no_difference() -> None:
+    x = torch.randn(4, 8)
+    assert parity(lambda x: (x * 2).relu(), lambda x: (x + x).clone().relu() + 0 * (x.exp().sum() > 0), x)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 4))
+
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_what_is_said_of_a_difference() -> None:
+    """One more rounding: by how much, in which module, on which side, and which side is nearer to float64."""
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.T).tanh().sum(-1)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.T).bfloat16().float().tanh().sum(-1)
+
+    found = parity(plain, rounded, X)
+    first = found.first
+    assert first is not None
+    assert (first.module, first.op, first.kind, first.more, first.nearer) == (
+        "(step)",
+        "cast",
+        "rounding",
+        "rounded",
+        "plain",
+    )
+    assert (first.a, first.b) == ((), ("_to_copy:bfloat16", "_to_copy:float32"))
+    assert 2**14 < first.ulps <= 2**16
+    assert not first.inputs_differed
+    assert "first difference: (step): cast, rounding" in str(found)
+
+
+def test_other_weights_are_inputs_that_differ() -> None:
+    other = mlp()
+    with torch.no_grad():
+        other[4].bias[1] += 1e-3
+    first = parity(mlp().eval(), other.eval(), X).first
+    assert first is not None
+    assert (first.module, first.op, first.kind, first.inputs_differed) == ("4", "bias", "inputs", True)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kind"),
+    [
+        (lambda x: F.gelu(x), lambda x: F.gelu(x, approximate="tanh"), "arguments"),
+        (lambda x: F.layer_norm(x, (16,)), lambda x: F.layer_norm(x, (16,), eps=1e-3), "eps"),
+        (
+            lambda x: x / (x.square().sum(-1, True) + 1e-6).sqrt(),
+            lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-6),
+            "eps",
+        ),
+        (lambda x: x.bfloat16().sum(-1), lambda x: x.bfloat16().float().cumsum(-1)[:, -1], "cast"),
+        (lambda x: torch.addcdiv(x, x, x.exp(), value=0.3), lambda x: x + 0.3 * (x / x.exp()), "fused"),
+    ],
+)
+def test_kinds_of_functions(a: Callable[..., Any], b: Callable[..., Any], kind: str) -> None:
+    first = parity(a, b, 3 * X).first
+    assert first is not None
+    assert first.kind == kind or (kind == "cast" and first.kind in ("fused", "accumulation"))
+
+
+def test_everything_is_as_before() -> None:
+    model, other = mlp(), mlp()
+    model(X).sum().backward()
+    before, state = copy.deepcopy(model), torch.get_rng_state()
+    x, grads = X.clone(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x.mul_(2)).sum()
+        loss.backward()
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        return loss
+
+    assert parity(step, step, x)
+    assert parity(model, other, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x, X)
+    for a, b in zip(model.state_dict().values(), before.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad, grad)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_function_of_a_model_aligns_with_the_model() -> None:
+    model = mlp().eval()
+    found = parity(model, lambda x: model(x), X)
+    assert found
+    assert [op.module for op in found.ops] == ["0", "1", "2", "4"]
+
+
+def test_runs_of_other_processes(tmp_path: Path) -> None:
+    case = next(iter(cases(1)))
+    parity.record(case.plain, case.inputs, name="trainer").save(tmp_path / "a.pt")
+    parity.record(case.other, case.inputs, name="sampler").save(tmp_path / "b.pt")
+    found = parity(tmp_path / "a.pt", str(tmp_path / "b.pt"))
+    assert found.first is not None
+    assert (found.names, found.first.module, found.first.kind) == (("trainer", "sampler"), case.place, case.kind)
+    assert parity(tmp_path / "a.pt", case.plain, case.inputs)
+    found.report(tmp_path / "parity.html")
+    assert KINDS[case.kind] in (tmp_path / "parity.html").read_text()
+
+
+def test_a_row_in_a_batch() -> None:
+    def last(x: torch.Tensor) -> torch.Tensor:
+        x = x.relu()
+        return x @ x.new_ones(16, 4) if len(x) == 1 else (x.double() @ x.new_ones(16, 4).double()).float()
+
+    found: Parity = parity.batch_invariance(last, X.exp())
+    assert found.first is not None
+    assert (found.first.kind, found.names) == ("accumulation", ("row 0 alone", "row 0 of 8"))
+    assert [(op.op, bool(op.ulps)) for op in found.ops] == [("relu", False), ("matmul", True)]
+    assert parity.batch_invariance(nn.Sequential(nn.ReLU(), nn.LayerNorm(16)), X)
+    with pytest.raises(HalfstepError, match="1 rows: give a batch of 2"):
+        parity.batch_invariance(mlp(), X[:1])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler imports what it deprecates
+def test_compiled_code() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8), nn.Softmax(-1)).bfloat16()
+    first = parity(model, torch.compile(model), X.bfloat16()).first
+    assert first is not None
+    assert (first.module, first.kind, first.more) == ("1", "rounding", "Sequential")
+    assert "100%" in first.note
+    assert parity(model, torch.compile(model, backend="eager"), X.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "text"),
+    [
+        (mlp(), 3, "3 must be a callable"),
+        (mlp(), lambda x: None, "<lambda> returns NoneType without a tensor"),
+        (mlp(), lambda x: x.no_such_name, "<lambda> raised AttributeError.*Call it with these inputs by itself"),
+        (mlp(), lambda x: (x, x), "The outputs differ in structure: Sequential returns .*<lambda>"),
+        (mlp(), nn.ModuleDict({"a": nn.Linear(16, 4)})["a"], None),
+        (
+            nn.Sequential(nn.Linear(16, 4)),
+            type("M", (nn.Module,), {"forward": lambda s, x: s.z(x)})(),
+            "No module has the same",
+        ),
+        (mlp(), "no.pt", None),
+    ],
+)
+def test_what_is_refused(a: Any, b: Any, text: str | None, tmp_path: Path) -> None:
+    if isinstance(b, nn.Module) and not isinstance(b, nn.Linear):
+        b.add_module("z", nn.Linear(16, 4))
+    if b == "no.pt":
+        b, text = tmp_path / b, "is no saved run"
+        b.write_text("no")
+    if text is None:
+        assert not parity(a, b, X)
+        return
+    with pytest.raises(HalfstepError, match=text):
+        parity(a, b, X)
+
+
+def test_the_reference_is_float64() -> None:
+    with pytest.raises(HalfstepError, match="reference='float32' must be"):
+        parity(mlp(), mlp(), X, reference="float32")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    text = "import torch\ninputs = torch.ones(2, 3) / 3\ndef f(x):\n    return (x{}).exp()\n"
+    (tmp_path / "a.py").write_text(text.format(""))
+    (tmp_path / "b.py").write_text(text.format(".bfloat16().float()"))
+    a, b, html = f"{tmp_path}/a.py:f", f"{tmp_path}/b.py:f", tmp_path / "c.html"
+    assert CliRunner().invoke(app, ["parity", a, a]).exit_code == 0
+    found = CliRunner().invoke(app, ["parity", a, b, "--html", str(html)])
+    assert found.exit_code == 1
+    assert "(step): cast, rounding" in found.output
+    assert "halfstep parity" in html.read_text()
+    assert "no file" in CliRunner().invoke(app, ["parity", a, f"{tmp_path}/no.py:f"]).output
