@@ -1,4 +1,4 @@
-"""What compiled code rounds differently, told from its outputs: ops inside of it cannot be observed."""
+"""Differences of rounding in compiled code, told from its outputs: ops inside of it cannot be observed."""
 
 from __future__ import annotations
 

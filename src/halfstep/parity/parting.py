@@ -1,6 +1,6 @@
-"""Where two recorded runs part, and which rounding one of them does more.
+"""The place where two recorded runs part, and which rounding one of them does more.
 
-A row is in both runs if a row of the other run has the same numbers, whatever op made them. The runs part at the first
+A row is in both runs if a row of the other run has the same numbers, even from another op. The runs part at the first
 row that is not in both and that an output depends on. From there on ops are aligned by module, op and shape, which
 leaves a few ops of each run: these and their dtypes tell the kind.
 """
@@ -56,7 +56,7 @@ _SMALL = 1e-2
 
 
 class Parting(NamedTuple):
-    """Where two runs part.
+    """The place where two runs part.
 
     Attributes:
         kind: the kind of the difference.
@@ -81,14 +81,14 @@ def is_same(a: LinkedRow, b: LinkedRow) -> bool:
 
 
 class _Side:
-    """What one run has from the parting on.
+    """The rows of one run from the parting on.
 
     Attributes:
         ops: the rows that the other run lacks, in order: results of ops, and outputs.
-        given: the other such rows, weights and inputs, by what they are.
-        at: those of ``ops`` at the parting.
+        given: the other such rows, weights and inputs, by module, name and shape.
+        at: the rows of ``ops`` at the parting.
         roundings: the number of casts among them that change numbers.
-        computing: those that neither cast nor move numbers.
+        computing: the rows among them that neither cast nor move numbers.
         names: their names.
         sums: the number of products and sums among them.
     """

@@ -35,7 +35,7 @@ _FORMAT = "halfstep parity 1"
 
 
 Facts = tuple[int, tuple[Any, ...]]
-"""What a row does not say of its op: the number of rows when it began, and its arguments that are not tensors."""
+"""Facts about the op of a row: the number of rows when it began, and its arguments that are not tensors."""
 
 
 class BitRecorder(Recorder):
@@ -123,7 +123,7 @@ class Run:
     """A recorded side.
 
     Attributes:
-        name: how reports call it.
+        name: the name in reports.
         rows: a row for each parameter, input and result of an op, in order of execution.
         facts: more about the op of a row.
         outputs: the rows of what the side returned.
@@ -177,7 +177,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _models_in(side: Callable[..., Any]) -> list[nn.Module]:
-    """List the models that a callable uses: itself, or those that it names."""
+    """List the models that a callable uses: itself, or the models that it names."""
     inner: Any = getattr(side, "_torchdynamo_orig_callable", side)
     values = [side, getattr(inner, "__self__", None)]
     if inspect.isfunction(function := getattr(inner, "__func__", inner)):
@@ -193,9 +193,9 @@ def run(
     Weights, buffers, gradients and random state are as before afterwards.
 
     Args:
-        name: how reports call the side.
+        name: the name in reports.
         side: the callable.
-        inputs: its arguments.
+        inputs: the arguments.
         keep: see ``BitRecorder``.
         batch: see ``BitRecorder``.
         below: a function that takes the recorder and returns a mode to run below it.

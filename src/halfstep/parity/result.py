@@ -22,7 +22,7 @@ KINDS = {
     "arguments": "the same op was called with other constants",
     "kernel": "the same op on the same numbers gives other bits: other kernels, threads or strides",
 }
-"""What each kind of difference is."""
+"""A description of each kind of difference."""
 
 _COLUMNS = ("module", "op", "ulps", "inputs", "dtypes")
 _SHOWN = 12

@@ -83,8 +83,8 @@ def record(side: Callable[..., Any], inputs: Any, *, name: str = "") -> Run:
 
     Args:
         side: a callable.
-        inputs: its arguments, as for ``parity``.
-        name: how reports call the side; "" is its own name.
+        inputs: the arguments, as for ``parity``.
+        name: the name in reports; "" is the own name of the side.
     """
     return run(name or _name(side), side, inputs)
 
@@ -97,7 +97,7 @@ def batch_invariance(model: Callable[..., Any], inputs: Any) -> Parity:
 
     Args:
         model: a model or function whose inputs and outputs have the batch as their first dimension.
-        inputs: its arguments, as for ``parity``, with two or more rows.
+        inputs: the arguments, as for ``parity``, with two or more rows.
 
     Raises:
         ArgumentValueError: for a batch of fewer than two rows.
@@ -215,7 +215,7 @@ def ulps(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _ops(runs: Sequence[Run]) -> tuple[list[Op], int]:
-    """List the ops of both runs, and count the others."""
+    """List the ops of both runs, and count the ops of one run only."""
     a, b = (run.rows for run in runs)
     matched, alone = aligned_rows(a, b)
     partners = {i: b[j] for i, j in matched.items()}
