@@ -85,7 +85,7 @@ def _find(module: str, name: str) -> Any:
 
 _ABOVE = {
     "init": "compat.handle_2018",
-    "parity": "parity",
+    "parity": "parity.two_sides",
     "_amp_state": "compat.amp_state",
     **dict.fromkeys(("Methods", "Scaler", "Stash"), "compat.amp_stash"),
 }

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from halfstep import HalfstepError
 from halfstep.cli.app import app
 from halfstep.numerics import parity
-from halfstep.parity import KINDS, Parity
+from halfstep.parity.result import KINDS, Parity
 
 from .injected import MODELS, Case, cases
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 __all__ = ["command"]
 
 
 def _load(text: str) -> Any:
     """Return what a side names: ``file.py:name``, run with the seed 0, or the path of a saved run."""
+    import torch
+
     path, _, name = text.rpartition(":")
     if not path:
         return text
