@@ -129,9 +129,9 @@ def compile_errors() -> tuple[type[Exception], ...]:
     return (TorchDynamoException, FailOnRecompileLimitHit, InductorError)
 
 
-def compiled_from(module: torch.nn.Module) -> Any:
+def compiled_from(module: Any) -> Any:
     """Return the original module of a compiled one; None for any other module."""
-    return getattr(module, "_orig_mod", None)
+    return getattr(module, "_orig_mod", getattr(module, "_torchdynamo_orig_callable", None))
 
 
 def register_backend(name: str, backend: Callable[..., Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..core.compiler_compat import compiled_from
 from ..core.dtypes import HALF_DTYPES
 from ..core.torch_compat import TorchDispatchMode, schema_of, tree_flatten, tree_unflatten
 from ..observe.ops import tensors_in, widened, written
@@ -16,7 +17,7 @@ __all__ = ["Fused", "is_compiled"]
 
 def is_compiled(side: Any) -> bool:
     """True for a model or function that ``torch.compile`` returned."""
-    return hasattr(side, "_orig_mod") or hasattr(side, "_torchdynamo_orig_callable")
+    return compiled_from(side) is not None
 
 
 class Fused(TorchDispatchMode):

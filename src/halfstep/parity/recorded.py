@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.compiler_compat import compiled_from
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import replacing
 from ..core.torch_compat import TorchDispatchMode, buffers_of, parameters_of, tree_flatten, tree_unflatten
@@ -178,7 +179,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _models_in(side: Callable[..., Any]) -> list[nn.Module]:
     """List the models that a callable uses: itself, or the models that it names."""
-    inner: Any = getattr(side, "_torchdynamo_orig_callable", side)
+    inner: Any = compiled_from(side) or side
     values = [side, getattr(inner, "__self__", None)]
     if inspect.isfunction(function := getattr(inner, "__func__", inner)):
         values += [value for named in inspect.getclosurevars(function)[:2] for value in named.values()]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..core.compiler_compat import compiled_from
 from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.torch_compat import tree_flatten, tree_unflatten
@@ -115,7 +116,7 @@ parity.__dict__.update(batch_invariance=batch_invariance, record=record)
 
 
 def _name(side: Any) -> str:
-    name = getattr(side, "__name__", type(getattr(side, "_orig_mod", side)).__name__)
+    name = getattr(side, "__name__", type(compiled_from(side) or side).__name__)
     return f"{name} (compiled)" if is_compiled(side) else name
 
 
