@@ -69,7 +69,7 @@ _HOMES = {
     "memory": "findings.memory",
 }
 _MODULES = (
-    *("amp", "apex", "fp16_utils", "integrations", "kernels", "metrics"),
+    *("amp", "apex", "formats", "fp16_utils", "integrations", "kernels", "metrics"),
     *("model", "multi_tensor", "numerics", "oplists", "optimizers", "parallel", "scaling", "static"),
 )
 _OF_AMP = (
@@ -87,6 +87,7 @@ _ABOVE = {
     "init": "compat.handle_2018",
     "parity": "parity.two_sides",
     "_amp_state": "compat.amp_state",
+    "rules_of_products": "formats.scope",
     **dict.fromkeys(("Methods", "Scaler", "Stash"), "compat.amp_stash"),
 }
 NAMES_ABOVE.update({name: partial(_find, module, name) for name, module in _ABOVE.items()})

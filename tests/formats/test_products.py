@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import amp, optimizers
+from halfstep.core.errors import ArgumentValueError
 from halfstep.formats.format import Format
 from halfstep.formats.quantize import quantize, round_to
 from halfstep.formats.recipe import RECIPES, Recipe
@@ -332,3 +333,52 @@ def test_a_copied_model_trains_by_itself() -> None:
     twin(x).sum().backward()
     assert all(param.grad is None for param in model.parameters())
     assert torch.equal(twin(x), model(x))
+
+
+# ---- a block
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_a_block_rounds_the_operands_of_every_product(level: str) -> None:
+    model, chosen = Network(checkpoints=True), Network()
+    amp.set_products(chosen, "nvfp4; layers=all; last_blocks=0; hadamard=0")
+    model.layers[3], chosen.layers[3] = nn.Identity(), nn.Identity()
+    x = torch.randn(16, 32)
+    casts = {"level": level, "dtype": "bfloat16"}
+    losses = []
+    for each, options in ((model, {"products": "nvfp4; hadamard=0"}), (chosen, {})):
+        torch.manual_seed(3)
+        with amp.auto_cast(**casts, **options):  # type: ignore[arg-type]
+            y = each(x)
+        y.float().square().sum().backward()
+        losses.append(y)
+    assert torch.equal(*losses)
+    assert losses[0].dtype is (torch.bfloat16 if level == "O1" else torch.float32)
+    weights = zip(model.parameters(), chosen.parameters(), strict=True)
+    assert all(torch.equal(mine.grad, theirs.grad) for mine, theirs in weights)  # type: ignore[arg-type]
+    with amp.auto_cast(products="nvfp4", enable=False):
+        assert torch.equal(model(x), Network.forward(model, x))
+
+
+@BY_DYNAMO
+def test_the_products_of_a_block() -> None:
+    a, b = torch.randn(4, 32, 64), torch.randn(4, 64, 32)
+    format = Format.parse("mxfp8")
+    exact = round_to(a, format) @ round_to(b, format, dim=-2)
+    scope = amp.auto_cast(level="O0", products="mxfp8")
+    with scope:
+        found = [a @ b, torch.bmm(a, b), a.matmul(b), torch.matmul(a, other=b), a[0] @ b[0], torch.mm(a[0], b[0])]
+        found += [F.linear(a[0], b[0].T), a @ b[0], F.linear(input=a[0], weight=b[0].T, bias=torch.zeros(32))]
+        others = [a[:, :, :5] @ b[:, :5], a.double() @ b.double(), a[0, 0] @ b[0], a[:, None] @ b]
+    expected = [exact] * 4 + [exact[0]] * 3 + [round_to(a, format) @ round_to(b[0], format, dim=0), exact[0]]
+    torch.testing.assert_close(found, expected)
+    plain = [a[:, :, :5] @ b[:, :5], a.double() @ b.double(), a[0, 0] @ b[0], a[:, None] @ b]
+    assert all(map(torch.equal, others, plain))  # sizes, dtypes and shapes that do not fit
+    layer = nn.Linear(64, 32)
+    compiled = torch.compile(layer, backend="aot_eager")
+    with scope, torch.no_grad():
+        assert torch.equal(compiled(a), layer(a))
+    with torch.no_grad():
+        assert torch.equal(compiled(a), layer(a))
+    with pytest.raises(ArgumentValueError, match="'fp9' is no recipe"):
+        amp.auto_cast(products="fp9")

@@ -17,6 +17,8 @@ from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.hardware import accelerator, warn_if_slow
 from ..core.oplists import OpLists
+from ..formats.recipe import Recipe as Products
+from ..formats.recipe import text_of
 
 __all__ = ["auto_cast", "autocast"]
 
@@ -90,6 +92,9 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             rounding what goes in and what comes out, where the device has no 16-bit units; True everywhere, False
             nowhere.
         enabled: torch's name of ``enable``.
+        products: a ``halfstep.formats.Recipe`` or the name of one: ``linear``, ``matmul``, ``mm`` and ``bmm`` round
+            their operands to its formats, where the blocks divide their sizes; at level "O0" with fp32 results.
+            ``amp.set_products`` does so for chosen layers.
         cache_enabled: accepted for torch's sake, not used: casts of weights are kept until the outermost block ends.
 
     Attributes:
@@ -119,6 +124,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         emulate: Emulate = "auto",
         enabled: bool | None = None,
         cache_enabled: bool | None = None,
+        products: Products | str | None = None,
     ) -> None:
         if callable(enable):
             raise ArgumentTypeError(
@@ -134,21 +140,22 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         devices = _devices(device_type)
         on_cuda = torch.cuda.is_available() if devices is None else "cuda" in devices
         half = default_half("cuda" if on_cuda else "cpu") if dtype is None else parse_dtype(dtype)
-        enabled = enabled and level != "O0"
+        casts, products = enabled and level != "O0", products if enabled else None
         if half not in HALF_DTYPES:
-            if enabled:
+            if casts:
                 raise ArgumentValueError(
                     f"dtype={dtype!r}: If enable amp, dtype should be 'float16' or 'bfloat16'; for fp32 pass "
                     "enable=False or level='O0'."
                 )
             half = torch.bfloat16
         check_emulate(emulate)
-        if enabled and emulate is False and not torch.compiler.is_dynamo_compiling():
+        if casts and emulate is False and not torch.compiler.is_dynamo_compiling():
             warn_if_slow(torch.device(devices[-1] if devices else accelerator() or "cpu"), half)
         level = "O1" if level == "O0" else level
         make: Any = _printed if torch.compiler.is_dynamo_compiling() else OpLists.custom
         lists = make(custom_white_list, custom_black_list, wide=custom_wide_list, level=level, use_promote=use_promote)
-        self.casting = OpCasting(half, lists, enabled=enabled, devices=devices, emulate=emulate)
+        products = text_of(products)
+        self.casting = OpCasting(half, lists, enabled=casts, devices=devices, emulate=emulate, products=products)
 
     def __enter__(self) -> auto_cast:
         self.casting.__enter__()

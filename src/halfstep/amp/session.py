@@ -257,8 +257,7 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizer: torch.optim.Opt
         raise ArgumentValueError(
             f"amp.load_state_dict: {error} Pass what amp.state_dict() returned. Nothing was loaded."
         ) from None
-    saved, used = len(names), len(scalers)
-    if saved != used:
+    if (saved := len(names)) != (used := len(scalers)):
         text = "amp.load_state_dict: %d loss scalers saved, %d in use; the surplus is left as it is."
         logger.warning(text, saved, used)
     for scaler, name in zip(scalers, names, strict=False):

@@ -74,6 +74,7 @@ class CastingConfig:
         emulate: where 16-bit products run in fp32 kernels; see ``emulation.Emulate``.
         keeps_autocast: leave a plain ``torch.autocast`` around a model as it is.
         meets: True to call an op again whose dtypes torch has refused (``meeting``); None is what ``enabled`` is.
+        products: the recipe by which products round their operands to formats, as a text; see ``halfstep.formats``.
 
     Attributes:
         settings: the arguments.
@@ -99,9 +100,11 @@ class CastingConfig:
         emulate: Emulate = "auto",
         keeps_autocast: bool = False,
         meets: bool | None = None,
+        products: str | None = None,
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
-            self.key = _key_of(dtype, lists, enabled, allow_banned, devices, emulate)
+            settings = {"enabled": enabled, "allow_banned": allow_banned, "devices": devices, "emulate": emulate}
+            self.key = _key_of(dtype, lists, **settings, products=products)
             return
         self.dtype = dtype or torch.bfloat16
         lists = lists or (OpLists.default() if enabled else None)
@@ -115,10 +118,10 @@ class CastingConfig:
         self.settings = {**arguments(locals()), "devices": self.devices}
         self.key, self.native, self.emulated = derive(**self.settings)
         self.meets = enabled if meets is None else meets
-        self.is_noop = self.reaches_later = not (enabled or self.emulated or self.meets)
+        self.is_noop = self.reaches_later = not (enabled or self.emulated or self.meets or products)
         kinds = frozenset(kind for _, _, kind in self.emulated)
         self.plans: dict[tuple[bool, bool], Any] = {}
-        self.rules = lists if enabled or self.meets else None, self.devices, kinds, self.meets, verbose
+        self.rules = lists if enabled or self.meets else None, self.devices, kinds, self.meets, verbose, products
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The machine that reads a pickle says what is emulated there.
@@ -126,16 +129,13 @@ class CastingConfig:
 
 
 @traced_as_constant
-def _key_of(
-    dtype: torch.dtype | None, lists: Any, enabled: bool, allow_banned: bool, devices: Any, emulate: Emulate
-) -> str:
+def _key_of(dtype: torch.dtype | None, lists: Any, **settings: Any) -> str:
     """The key of a config that traced code makes, whose lists are text there.
 
     Dynamo calls this, does not look into it, and takes the key for a constant.
     """
     chosen = OpLists.parse(lists) if isinstance(lists, str) else lists
-    settings: dict[str, Any] = {"enabled": enabled, "allow_banned": allow_banned, "devices": devices}
-    return CastingConfig(dtype, chosen, **settings, emulate=emulate).key
+    return CastingConfig(dtype, chosen, **settings).key
 
 
 NOTHING = CastingConfig(None, enabled=False, emulate=False, devices=NATIVE)

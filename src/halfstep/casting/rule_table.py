@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..core.names_above import NAMES_ABOVE
 from ..core.oplists import OpLists
 from ..core.oplists.dtypes import FIRST, FLOAT, HALF, WIDEST, read_in
 from ..core.oplists.names import dispatcher_spellings, spellings
@@ -30,6 +31,7 @@ def build_table(
     kinds: frozenset[str],
     meets: bool,
     verbose: bool,
+    products: str | None,
     explicit: bool,
     recorded: bool,
 ) -> dict[Callable[..., Any] | str, Rule]:
@@ -44,11 +46,12 @@ def build_table(
         kinds: the classes of ops that are emulated somewhere.
         meets: True to call ops again that torch has refused. Those that it ought to refuse have a rule then.
         verbose: log casts; native autocast cannot.
+        products: the recipe by which products round their operands; None for none.
         explicit: leave nothing to native autocast, which may be on or off, for other lists.
         recorded: True if ops are recorded, to run later. Then they cannot be called again, and those that ``meets``
             have a rule.
     """
-    if (lists is None or lists.level == "native") and not (kinds or explicit or meets):
+    if (lists is None or lists.level == "native") and not (kinds or explicit or meets or products):
         return {}
 
     @functools.cache
@@ -103,6 +106,8 @@ def build_table(
         table[torch.Tensor.__setitem__] = rules.bind(finite_fill, rules.match_self)
     table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
     table[torch.Tensor.unflatten] = rules.unflatten
+    if products:
+        table |= NAMES_ABOVE["rules_of_products"]()(products, table)
     table |= {method: rule for func, rule in table.items() if callable(func) and (method := method_name(func))}
     return table
 

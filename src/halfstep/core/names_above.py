@@ -1,7 +1,7 @@
-"""Names that classes and modules offer, and that a higher room implements: names of Apex, and ``numerics.parity``.
+"""Names of a lower room that a higher room implements: names of Apex, ``numerics.parity``, the rules of formats.
 
 ``halfstep/__init__.py`` is the highest module, and every import of halfstep runs it first. It fills the table, so that
-no room imports a room above it. A module is imported only when a script accesses such a name.
+no room imports a room above it. A module is imported only when a script needs such a name.
 """
 
 from collections.abc import Callable

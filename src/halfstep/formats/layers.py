@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from ..core.compiler_compat import traced_as_constant
 from ..core.errors import UsageError
 from ..core.subclasses import Mixin, subclass_with, superclass_of
 from ..kernels.shards import is_sharded
-from .products import Amax, divisor, linear
+from .products import Amax, linear
 from .recipe import Passes, Products, Recipe
 
 __all__ = ["Layer", "LayerTable", "choose", "give_products", "set_products"]
@@ -258,10 +257,8 @@ def unfit(module: Any, recipe: Recipe) -> str:
     """Find the reason why a layer cannot compute by a recipe; empty if it can."""
     if has_own_ops(module.weight):
         return f"its weight is a {type(module.weight).__name__}, which computes products its own way"
-    (x, w), (g, v) = recipe.forward, recipe.input_gradient
-    by_inputs = math.lcm(divisor(x), divisor(w), divisor(v, along=False))
-    by_outputs = math.lcm(divisor(g), divisor(v), divisor(w, along=False))
-    for what, size, by in (("inputs", module.in_features, by_inputs), ("outputs", module.out_features, by_outputs)):
+    sizes = ("inputs", module.in_features, recipe.by_inputs), ("outputs", module.out_features, recipe.by_outputs)
+    for what, size, by in sizes:
         if size % by:
             return f"{size} {what}, which blocks of {by} do not divide"
     return ""

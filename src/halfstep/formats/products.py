@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 from ..core import torch_compat
 from .format import Format
 from .quantize import round_to
-from .recipe import Products
+from .recipe import Products, divisor
 
-__all__ = ["Amax", "divisor", "linear", "matmul"]
+__all__ = ["Amax", "linear", "matmul"]
 
 _SIGNS = 0x5EED
 """The seed of the random signs of Hadamard transforms: the same in each step and on each rank."""
@@ -80,17 +80,6 @@ class Amax:
         finite = now.isfinite()
         self.latest[place] = torch.cat([before[1:], torch.where(finite, now, before[-1:].squeeze()).view(1)])
         return torch.where(finite, before.amax(), now)
-
-
-def divisor(format: Format | None, along: bool = True) -> int:
-    """The number that divides a dimension of an operand if blocks fill it.
-
-    Args:
-        format: the format of the operand.
-        along: True for the dimension of the sum, along which blocks lie; False for the other one.
-    """
-    across, length = (format and format.sides) or (1, 1)
-    return length if along else across
 
 
 @functools.lru_cache(maxsize=32)

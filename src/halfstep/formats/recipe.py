@@ -9,6 +9,7 @@ A linear layer has three products. Each sums over another dimension, along which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from types import NoneType
@@ -20,7 +21,7 @@ from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from .format import Format
 
-__all__ = ["PASSES", "RECIPES", "LayerChoice", "Passes", "Products", "Recipe"]
+__all__ = ["PASSES", "RECIPES", "LayerChoice", "Passes", "Products", "Recipe", "divisor", "text_of"]
 
 Pair = tuple[Format | None, Format | None]
 """The formats of the two operands of a product; None leaves an operand in the dtype of the product."""
@@ -127,6 +128,16 @@ class Recipe:
         return [each for name in _PRODUCTS for each in getattr(self, name) if each is not None]
 
     @property
+    def by_inputs(self) -> int:
+        """The number that divides the inputs of a layer if blocks fill them."""
+        return math.lcm(*(divisor(f) for f in self.forward), divisor(self.input_gradient[1], along=False))
+
+    @property
+    def by_outputs(self) -> int:
+        """The number that divides the outputs of a layer if blocks fill them."""
+        return math.lcm(*(divisor(f) for f in self.input_gradient), divisor(self.forward[1], along=False))
+
+    @property
     def products(self) -> Products:
         """The formats of each product as a text, and the size of the Hadamard transform: constants for a compiler."""
         forward, input_gradient, weight_gradient = (_shown(getattr(self, name)) for name in _PRODUCTS)
@@ -166,6 +177,22 @@ class Recipe:
                 raise ArgumentValueError(f"{part!r} is no field of a recipe; write name=value, of {', '.join(known)}.")
             changes[name] = _read(name, value)
         return base.replace(**changes) if changes else base
+
+
+def divisor(format: Format | None, along: bool = True) -> int:
+    """Return the number that divides a dimension of an operand if blocks fill it.
+
+    Args:
+        format: the format of the operand.
+        along: True for the dimension of the sum, along which blocks lie; False for the other one.
+    """
+    across, length = (format and format.sides) or (1, 1)
+    return length if along else across
+
+
+def text_of(value: Recipe | str | None) -> str | None:
+    """Check a recipe of a user's, and return it as a text without a choice of layers; None stays None."""
+    return None if value is None else str(Recipe.of(value).replace(layers="auto"))
 
 
 def _shown(value: Any) -> str:

@@ -84,8 +84,7 @@ class Recipe:
         self._level = level
         self._policy, self._products = policy, None if products is None else Products.of(products)
         self.half = default_half("cuda" if torch.cuda.is_available() else "cpu") if dtype is None else parse_half(dtype)
-        scales = self.half is torch.float16 and level != "O0"
-        self.scaler = scaler or amp.GradScaler(scales, decr_every_n_nan_or_inf=1)
+        self.scaler = scaler or amp.GradScaler(self.half is torch.float16 and level != "O0", decr_every_n_nan_or_inf=1)
         self.name = f"{'16' if self.half is torch.float16 else 'bf16'}-halfstep-{level if policy is None else 'policy'}"
         self._layers = {"excluded_layers": excluded_layers, "module_filter": module_filter}
         self._scope: AbstractContextManager[Any] = nullcontext()  # with a policy, the hooks of the model cast
