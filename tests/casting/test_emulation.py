@@ -325,8 +325,8 @@ def test_gradients_of_opaque_casts_have_the_dtype_of_what_was_cast(half: torch.d
 @pytest.mark.parametrize("emulate", [True, False])
 def test_a_casting_that_traced_code_makes_emulates_as_it_says(emulate: bool) -> None:
     made = config.CastingConfig(BF16, None, emulate=emulate)
-    assert config._key_of(BF16, None, True, False, None, emulate) == made.key
-    assert config._key_of(BF16, None, True, False, None, not emulate) != made.key
+    assert config._key_of(BF16, None, emulate=emulate) == made.key
+    assert config._key_of(BF16, None, emulate=not emulate) != made.key
 
 
 def lacking(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:

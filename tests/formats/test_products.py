@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -382,3 +384,17 @@ def test_the_products_of_a_block() -> None:
         assert torch.equal(compiled(a), layer(a))
     with pytest.raises(ArgumentValueError, match="'fp9' is no recipe"):
         amp.auto_cast(products="fp9")
+
+
+# ---- the example
+
+
+@pytest.mark.exhaustive
+def test_the_example_trains_in_each_precision(tmp_path: Path) -> None:
+    main = runpy.run_path(str(Path(__file__).parents[2] / "examples/low_bit_language_model/main.py"))["main"]
+    small = ["--steps", "40", "--width", "64", "--time", "32", "--bf16-from", "30", "--device", "cpu"]
+    losses = main([*small, "--recipe", "all", "--picture", str(tmp_path / "losses.svg")])
+    assert list(losses) == ["fp32", "bf16", *RECIPES]
+    assert all(abs(loss / losses["fp32"] - 1) < 0.03 for loss in losses.values())
+    assert len(set(losses.values())) == len(losses)
+    assert (tmp_path / "losses.svg").read_text().count("<polyline") == len(losses)

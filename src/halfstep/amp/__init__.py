@@ -17,7 +17,6 @@ from ..core.errors import PrecisionWarning, UnsafeOpError
 from ..core.hardware import is_bfloat16_supported, is_float16_supported
 from ..core.names_above import NAMES_ABOVE
 from ..core.removed import raise_removed
-from ..formats.layers import set_products
 from ..masters.model import master_model
 from .auto_cast import auto_cast, autocast
 from .decorate import decorate
@@ -62,7 +61,7 @@ __dir__ = [*__all__, "debugging"].copy
 def __getattr__(name: str) -> Any:
     if name == "debugging":  # imported when asked for: few scripts do
         return importlib.import_module(".debugging", __name__)
-    if name in ("init", "_amp_state"):  # of Apex, and few scripts use them
+    if name in ("init", "_amp_state", "set_products"):  # few scripts use them
         return NAMES_ABOVE[name]()
     raise_removed(f"amp.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

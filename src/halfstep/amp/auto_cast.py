@@ -17,8 +17,6 @@ from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.hardware import accelerator, warn_if_slow
 from ..core.oplists import OpLists
-from ..formats.recipe import Recipe as Products
-from ..formats.recipe import text_of
 
 __all__ = ["auto_cast", "autocast"]
 
@@ -124,7 +122,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         emulate: Emulate = "auto",
         enabled: bool | None = None,
         cache_enabled: bool | None = None,
-        products: Products | str | None = None,
+        products: Any = None,
     ) -> None:
         if callable(enable):
             raise ArgumentTypeError(
@@ -154,7 +152,10 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         level = "O1" if level == "O0" else level
         make: Any = _printed if torch.compiler.is_dynamo_compiling() else OpLists.custom
         lists = make(custom_white_list, custom_black_list, wide=custom_wide_list, level=level, use_promote=use_promote)
-        products = text_of(products)
+        if products is not None:
+            from ..formats.recipe import text_of  # imported when asked for
+
+            products = text_of(products)
         self.casting = OpCasting(half, lists, enabled=casts, devices=devices, emulate=emulate, products=products)
 
     def __enter__(self) -> auto_cast:

@@ -16,8 +16,6 @@ from ..core.errors import ArgumentValueError, UsageError
 from ..core.policy import Policy
 from ..core.removed import removed_arguments
 from ..core.torch_compat import InstanceNorm
-from ..formats.layers import give_products
-from ..formats.recipe import Recipe as Products
 from ..stepping.prepare import check, prepare
 from .arguments import (
     Layers,
@@ -53,7 +51,7 @@ def decorate(
     emulate: Emulate = "auto",
     fused: bool = True,
     cast_ops: bool | None = None,
-    products: Products | str | None = None,
+    products: Any = None,
 ) -> Any:
     """Cast models to 16-bit weights and give optimizers fp32 masters; call it before any parallel wrapper.
 
@@ -112,7 +110,10 @@ def decorate(
     check_emulate(emulate)
     check_flag("fused", fused)
     check_cast_ops(cast_ops, level, half if level == "O2" else None)
-    give_products(model_list, products, chosen)
+    if products is not None or chosen:
+        from ..formats.layers import give_products  # imported when asked for
+
+        give_products(model_list, products, chosen)
     if level == "O2" and emulate is False:
         warn_of_slow_devices(model_list, half)
     casting = OpCasting(

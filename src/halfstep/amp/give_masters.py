@@ -48,8 +48,7 @@ def give_masters(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     originals = {id(param): weights[param] for param in params if weights is not None and param in weights}
     alone = all(keeper_of(param) is None for param in params)
-    policy = Policy(master_weights=True)
-    prepare_optimizer(optimizer, policy, originals=originals, fused=fused and alone, own=alone)
+    prepare_optimizer(optimizer, Policy(master_weights=True), originals=originals, fused=fused and alone, own=alone)
     return optimizer
 
 

@@ -18,8 +18,6 @@ from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
 from ..core.removed import removed_arguments
-from ..formats.layers import give_products
-from ..formats.recipe import Recipe as Products
 from ..stepping.prepare import check, check_state_form, prepare
 from ..stepping.scaling_checks import ForgottenScale
 from .arguments import (
@@ -72,7 +70,7 @@ def initialize(
     fused: bool = True,
     cast_ops: bool | None = None,
     state_dtype: StateForm | str = None,
-    products: Products | str | None = None,
+    products: Any = None,
 ) -> Any:
     """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
 
@@ -174,7 +172,10 @@ def initialize(
     chosen = chosen_dtypes(model_list, excluded_layers, module_filter)
     check("amp.initialize", model_list, optimizer_list, policy.param_dtype)
     check_state_form("amp.initialize", optimizer_list, policy.state_dtype, fused=fused)
-    give_products(model_list, products, chosen)
+    if products is not None or chosen:
+        from ..formats.layers import give_products  # imported when asked for
+
+        give_products(model_list, products, chosen)
     if verbosity > 0:
         _log_half_params(model_list, policy)
     if policy.compute_dtype in HALF_DTYPES and emulate is False:

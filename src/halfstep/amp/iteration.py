@@ -34,9 +34,7 @@ class Iteration:
     states: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(new_optimizer_state))
     windows: list[Window] = field(default_factory=list)
     losses: int = 0
-    noted: list[tuple[int, Sequence[torch.Tensor], list[torch.Tensor | None], list[int | None]]] = field(
-        default_factory=list
-    )
+    noted: list[tuple[Any, ...]] = field(default_factory=list)
 
     def refuse_second(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse to unscale the gradients of an optimizer once more.

@@ -190,9 +190,9 @@ def divisor(format: Format | None, along: bool = True) -> int:
     return length if along else across
 
 
-def text_of(value: Recipe | str | None) -> str | None:
-    """Check a recipe of a user's, and return it as a text without a choice of layers; None stays None."""
-    return None if value is None else str(Recipe.of(value).replace(layers="auto"))
+def text_of(value: Recipe | str) -> str:
+    """Check a recipe of a user's, and return it as a text without a choice of layers."""
+    return str(Recipe.of(value).replace(layers="auto"))
 
 
 def _shown(value: Any) -> str:

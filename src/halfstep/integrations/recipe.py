@@ -22,7 +22,6 @@ from ..core.dtypes import default_half, is_half, parse_half
 from ..core.errors import ArgumentValueError, UsageError
 from ..core.oplists.tables import OPS
 from ..core.policy import Policy
-from ..formats.recipe import Recipe as Products
 
 __all__ = ["LOSSES", "Recipe"]
 
@@ -68,7 +67,7 @@ class Recipe:
         module_filter: Any = None,
         scaler: amp.GradScaler | None = None,
         policy: Policy | None = None,
-        products: Products | str | None = None,
+        products: Any = None,
     ) -> None:
         if level not in ("O0", "O1", "O2"):
             raise ArgumentValueError(f"level={level!r} must be O0, O1 or O2. Any other recipe is a policy=.")
@@ -82,7 +81,7 @@ class Recipe:
             dtype = policy.compute_dtype if policy.compute_dtype in (torch.float16, torch.bfloat16) else None
             scaler = scaler or amp.GradScaler.from_loss_scale(policy.loss_scale)
         self._level = level
-        self._policy, self._products = policy, None if products is None else Products.of(products)
+        self._policy, self._products = policy, products
         self.half = default_half("cuda" if torch.cuda.is_available() else "cpu") if dtype is None else parse_half(dtype)
         self.scaler = scaler or amp.GradScaler(self.half is torch.float16 and level != "O0", decr_every_n_nan_or_inf=1)
         self.name = f"{'16' if self.half is torch.float16 else 'bf16'}-halfstep-{level if policy is None else 'policy'}"
