@@ -87,7 +87,7 @@ _ABOVE = {
     "init": "compat.handle_2018",
     "parity": "parity.two_sides",
     "_amp_state": "compat.amp_state",
-    **{"rules_of_products": "formats.scope", "set_products": "formats.layers"},
+    **dict.fromkeys(("rules_of_products", "set_products"), "formats.scope"),
     **dict.fromkeys(("Methods", "Scaler", "Stash"), "compat.amp_stash"),
 }
 NAMES_ABOVE.update({name: partial(_find, module, name) for name, module in _ABOVE.items()})

@@ -13,11 +13,11 @@ from torch import Tensor
 from ..casting.dispatch import CastMode, Rule
 from ..casting.emulation import has_own_ops
 from ..kernels.shards import is_sharded
-from .layers import result_dtype
+from .layers import result_dtype, set_products
 from .products import linear, matmul
 from .recipe import Products, Recipe
 
-__all__ = ["rules_of_products"]
+__all__ = ["rules_of_products", "set_products"]
 
 _OPS = {
     "linear": (F.linear,),
