@@ -185,10 +185,7 @@ def _parse_device(given: torch.device | str | int | None) -> torch.device:
     if given is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if isinstance(given, bool) or not isinstance(given, (torch.device, str, int)):
-        raise ArgumentTypeError(
-            f'device must be a torch.device, a name such as "cuda:0", or an index, not {given!r}; '
-            "leave it out for the default."
-        )
+        raise ArgumentTypeError(f'device={given!r} must be a torch.device, a name such as "cuda:0", or an index.')
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
     name = f"cuda:{given}" if isinstance(given, int) else str(given)
