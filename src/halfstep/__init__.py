@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .findings import watch as watch
     from .findings.memory import memory as memory
     from .model import Model as Model
+    from .profiling import Profile as Profile
+    from .profiling import profile as profile
     from .searching import Guard as Guard
     from .searching import SearchResult as SearchResult
     from .searching import search as search
@@ -40,6 +42,7 @@ __all__ = [
     "Model",
     "OpLists",
     "Policy",
+    "Profile",
     "SearchResult",
     "StaticLossScale",
     "TrainStep",
@@ -49,28 +52,28 @@ __all__ = [
     "diagnose",
     "memory",
     "numerics",
+    "profile",
     "search",
     "watch",
 ]
 
 # Imported when asked for: `halfstep --help` needs no torch, and a script needs few of the modules.
 _HOMES = {
-    **dict.fromkeys(("Finding", "check", "watch"), "findings"),
-    **dict.fromkeys(("Guard", "SearchResult", "search"), "searching"),
-    "Diagnosis": "diagnosis",
-    "DynamicLossScale": "core.loss_scale",
     "HalfstepError": "core.errors",
     "Model": "model",
     "OpLists": "core.oplists",
     "Policy": "core.policy",
-    "StaticLossScale": "core.loss_scale",
     "TrainStep": "train_step",
-    "diagnose": "diagnosis",
+    **dict.fromkeys(("DynamicLossScale", "StaticLossScale"), "core.loss_scale"),
+    **dict.fromkeys(("Finding", "check", "watch"), "findings"),
+    **dict.fromkeys(("Guard", "SearchResult", "search"), "searching"),
+    **dict.fromkeys(("Diagnosis", "diagnose"), "diagnosis"),
+    **dict.fromkeys(("Profile", "profile"), "profiling"),
     "memory": "findings.memory",
 }
 _MODULES = (
-    *("amp", "apex", "formats", "fp16_utils", "integrations", "kernels", "metrics"),
-    *("model", "multi_tensor", "numerics", "oplists", "optimizers", "parallel", "scaling", "static"),
+    *("amp", "apex", "formats", "fp16_utils", "integrations", "kernels", "metrics", "model", "multi_tensor"),
+    *("numerics", "oplists", "optimizers", "parallel", "profiling", "scaling", "static"),
 )
 _OF_AMP = (
     *("GradScaler", "auto_cast", "autocast", "decorate", "init", "initialize", "load_state_dict", "master_params"),

@@ -121,7 +121,7 @@ class Net(nn.Module):
         h = ((h.sigmoid() * h).tanh() + h.softmax(-1)).exp().log1p()
         return self.b(h.to(x.dtype))
 model = Net().bfloat16(); optimizer = sgd(model); x = torch.randn(1024, 64, dtype=torch.bfloat16)
-def step(): take(model(x).float().sum())
+def step(): take(model(x).float().square().mean())
 """),
     Slow("an fp32 island: gelu by hand", "HS204", """
 class Gelu(nn.Module):
@@ -254,18 +254,24 @@ def step():
     optimizer.step(); optimizer.zero_grad()
 """),
     Slow("weights that are denormal", "HS215", """
-model = nn.Linear(512, 512); optimizer = sgd(nn.Linear(1, 1)); x = torch.randn(256, 512)
-with torch.no_grad(): model.weight.fill_(1e-41); model.bias.zero_()
-def step(): model(x).mul(0.5).mul(0.5).add(1e-42).mul(0.5).sum().backward()
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.w = nn.Parameter(torch.full((512, 512), 1e-40))
+    def forward(self):
+        y = self.w
+        for _ in range(12): y = y * 0.99
+        return y
+model = Net(); optimizer = sgd(nn.Linear(1, 1))
+def step(): model().sum().backward(); model.zero_grad()
 """),
-    Slow("momentum that is denormal", "HS215", """
-model = nn.Linear(2048, 1024); x = torch.zeros(1, 2048)
-with torch.no_grad(): model.weight.fill_(1e-39)
-optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    Slow("an average that is denormal", "HS215", """
+model = nn.Linear(256, 256); optimizer = sgd(model); x = torch.zeros(1, 256)
+averaged = nn.Linear(1024, 512); model.averaged = averaged
+with torch.no_grad(): averaged.weight.fill_(1e-40)
 def step():
+    take(model(x).sum())
     with torch.no_grad():
-        for _ in range(8): model.weight.mul_(1.0)
-    take(model(x).sum() * 1e-41)
+        for _ in range(16): averaged.weight.mul_(1.0)
 """),
     Slow("fp32 gradients of a bfloat16 model sent", "HS216", """
 import torch.distributed as dist, tempfile

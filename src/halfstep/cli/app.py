@@ -20,6 +20,7 @@ SUBCOMMANDS = {
     "oplists": "Which op runs in which precision.",
     "memory": "Bytes a parameter for every level and optimizer.",
     "doctor": "What this machine can do, or what loses precision in a script.",
+    "profile": "Why a script is not faster.",
 }
 """The names and one-line help texts of subcommands. Each name is also the name of a module with a ``command``."""
 

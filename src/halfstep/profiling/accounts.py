@@ -1,0 +1,160 @@
+"""``Account``: the time of a step by kind. Each microsecond is counted once, also where streams overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .machine import Machine
+from .ops import KINDS, Work, work_of
+from .trace import FORWARD, STEP, Interval, Trace, covered, minus, overlap, union
+
+__all__ = ["Account", "Settings", "inside"]
+
+_COMPUTE = ("products", "casts", "memory-bound ops", "loss scale", "optimizer", "waits for the device", "not named")
+_RUN = 300.0  # microseconds between two numbers that are read one after the other
+_LOADS = "enumerate(DataLoader)"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a trace does not have, of the process that ran the steps.
+
+    Attributes:
+        device: the device; None for a trace of another machine.
+        threads: the threads of torch.
+        cores: the cores of the process.
+        thread_cost: how many times as long small ops take as with a thread for each core.
+        tf32_off: True if float32 products may not use TF32, on a GPU that has it.
+        denormal: the share of elements that are denormal, by the sizes of a tensor.
+        denormal_cost: how many times as long a product, and an op by element, takes on denormal numbers.
+        weights: the elements of all parameters that an optimizer steps.
+        half: the dtypes of 16 bits in the model.
+    """
+
+    device: torch.device | None = None
+    threads: int = 0
+    cores: int = 0
+    thread_cost: float = 1.0
+    tf32_off: bool = False
+    denormal: Mapping[tuple[int, ...], float] = field(default_factory=dict)
+    denormal_cost: tuple[float, float] = (1.0, 1.0)
+    weights: int = 0
+    half: tuple[str, ...] = ()
+
+
+class Account:
+    """A trace with its time by kind.
+
+    Args:
+        trace: the trace.
+        machine: the rates of its device.
+        settings: what the trace does not have.
+
+    Attributes:
+        steps: the number of steps.
+        works: the work of the device.
+        total, busy, idle: microseconds of all steps.
+        kinds: microseconds by kind.
+        host: where the device has nothing to do, and waits neither for data nor for a read.
+        data: where a step waits for data.
+        reads: where numbers are read by the host, one after the other.
+        halves: the dtypes of 16 bits of the ops.
+    """
+
+    def __init__(self, trace: Trace, machine: Machine, settings: Settings) -> None:
+        self.trace, self.machine, self.settings = trace, machine, settings
+        self.steps = len(trace.steps)
+        start, end = trace.window
+        self.works = [work_of(piece) for piece in trace.pieces if start <= piece.start < end]
+        self.window = minus([(start, end)], [] if trace.on_gpu else self._between_steps(start, end))
+        self.total = covered(self.window)
+        self.data = self._data()
+        spans = {kind: self.spans(each for each in self.works if each.kind == kind) for kind in KINDS}
+        sent = [*spans["communication, exposed"], *self._sent()]
+        claimed: list[Interval] = [] if trace.on_gpu else overlap(self.marked(_LOADS), self.window)
+        compute = minus(union(span for kind in _COMPUTE for span in spans[kind]), claimed)
+        self.kinds = dict.fromkeys(KINDS, 0.0)
+        for kind in _COMPUTE:
+            self.kinds[kind] = covered(minus(spans[kind], claimed))
+            claimed = union([*claimed, *spans[kind]])
+        sending = overlap(union(sent), self.window)
+        self.exposed = minus(sending, compute)
+        self.kinds["communication, exposed"] = covered(self.exposed)
+        self.kinds["communication, hidden"] = covered(sending) - covered(self.exposed)
+        busy = union([*compute, *sending])
+        idle = minus(self.window, busy)
+        self.busy, self.idle = covered(busy), covered(idle)
+        self.data = overlap(self.data, idle)  # on a CPU with the ops of a DataLoader, which are not busy
+        left = minus(idle, self.data)
+        self.waits = overlap(self._waits(), left)
+        self.host = minus(left, self.waits)
+        self.kinds["waits for data"] += covered(self.data)
+        self.kinds["waits for the device"] += covered(self.waits)
+        self.kinds["host"] = covered(self.host)
+        self.reads = self._reads()
+        dtypes = {each.dtype for each in self.works if each.kind in ("products", "memory-bound ops")}
+        self.halves = sorted(dtypes & {"bfloat16", "float16"} | set(settings.half))
+
+    def spans(self, works: Iterable[Work]) -> list[Interval]:
+        """Merge the intervals of works."""
+        return union((each.piece.start, each.piece.end) for each in works)
+
+    def marked(self, *names: str) -> list[Interval]:
+        """The intervals of the annotations whose names begin so."""
+        return union((each.start, each.end) for each in self.trace.marks if each.name.startswith(names))
+
+    def ms(self, microseconds: float) -> float:
+        """Milliseconds of one step."""
+        return microseconds / 1e3 / self.steps
+
+    def _between_steps(self, start: float, end: float) -> list[Interval]:
+        """The time in which the profiler itself works."""
+        return minus([(start, end)], self.marked(STEP)) if self.marked(STEP) else []
+
+    def _data(self) -> list[Interval]:
+        firsts = sorted(mark.start for mark in self.trace.marks if mark.name == FORWARD)
+        before = []
+        for start, end in self.trace.steps:
+            first = next((at for at in firsts if start <= at < end), None)
+            before += [(start, first)] if first is not None else []
+        other = [*self.marked("Optimizer."), *self.spans(each for each in self.works if each.zeroes)]
+        return union([*minus(union(before), union(other)), *self.marked(_LOADS)])
+
+    def _sent(self) -> list[Interval]:
+        if self.trace.on_gpu:
+            return []
+        marks = [mark for mark in self.trace.marks if mark.name.startswith(("gloo:", "mpi:", "nccl:", "ucc:"))]
+        return [(mark.start, mark.end) for mark in marks]
+
+    def _waits(self) -> list[Interval]:
+        """The calls that wait for the device, each until the device has something to do again."""
+        found, starts, at = [], [piece.start for piece in self.trace.pieces], 0
+        for begin, end in sorted(self.trace.waits):
+            while at < len(starts) and starts[at] < end:
+                at += 1
+            found.append((begin, starts[at] if at < len(starts) else end))
+        return union(found)
+
+    def _reads(self) -> list[Interval]:
+        calls = [each for each in self.trace.calls if each.name == "aten::item"]
+        runs: list[list[float]] = []
+        for each in calls:
+            if runs and each.start - runs[-1][1] < _RUN:
+                runs[-1][1:] = [each.end, runs[-1][2] + 1]
+            else:
+                runs.append([each.start, each.end, 1])
+        return union((start, end) for start, end, count in runs if count >= 5)
+
+
+def inside(works: Sequence[Work], intervals: Sequence[Interval]) -> list[Work]:
+    """The works that begin in intervals; both are sorted by time."""
+    found, at = [], 0
+    for each in works:
+        while at < len(intervals) and intervals[at][1] <= each.piece.start:
+            at += 1
+        if at < len(intervals) and intervals[at][0] <= each.piece.start:
+            found.append(each)
+    return found

@@ -1,0 +1,55 @@
+"""``halfstep profile``: the command, made of what the command line knows of scripts."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..amp import auto_cast
+from .run import of_run
+
+__all__ = ["make_command"]
+
+
+def make_command(script_of: Any, options: Callable[[Any], Any], context_settings: dict[str, Any]) -> click.Command:
+    """Make the command.
+
+    Args:
+        script_of: the class of scripts.
+        options: the options and arguments that describe a script.
+        context_settings: the settings of a command that takes a script.
+    """
+
+    @click.command(context_settings=context_settings)
+    @click.option("--level", type=click.Choice(["O0", "O1"]), help="cast its ops to bfloat16 (O1), or none (O0)")
+    @click.option("--html", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="write an HTML page")
+    @options
+    @click.pass_obj
+    def command(later: list[Callable[[], None]], /, level: str | None, html: Path | None, **given: Any) -> None:
+        """Run SCRIPT with ARGS until its eighth optimizer step, and print where its time goes and what would help."""
+        found = script_of(*(given[name] for name in ("script", "args", "module", "device", "trust_checkpoints")))
+        found.check(click.get_current_context())
+        later.append(functools.partial(_profile, found, level, html))
+
+    return command
+
+
+def _profile(script: Any, level: str | None, html: Path | None) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(script.prepared("profile"))
+        if level is not None:
+            stack.enter_context(auto_cast(level == "O1", level="O1", dtype="bfloat16"))
+        found = of_run(script.run)
+    name = Path(script.name).name
+    if found is None:
+        sys.exit(f"Error: {name} has ended before its fourth step of an optimizer: there is nothing to profile.")
+    if html is not None:
+        found.report(html, shlex.join(script.line("profile", f"--html={html}")))
+    click.echo(str(found))

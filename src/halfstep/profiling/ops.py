@@ -1,0 +1,253 @@
+"""What a call of an op is: its kind, its floating-point operations and its bytes, from its name, dtypes and shapes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.oplists.tables import row_of
+from .trace import Call, Piece
+
+__all__ = ["KINDS", "SIZES", "Product", "Work", "work_of"]
+
+KINDS = {
+    "products": "matrix products, convolutions, attention",
+    "memory-bound ops": "ops that read and write, and compute little",
+    "casts": "copies from one dtype to another",
+    "optimizer": "steps of optimizers",
+    "loss scale": "gradients unscaled, and looked through for inf and NaN",
+    "communication, hidden": "sent while the device computes",
+    "communication, exposed": "sent while the device computes nothing",
+    "waits for data": "from the start of a step to its first module, and in a DataLoader",
+    "waits for the device": "the host waits until the device is done, and reads a number",
+    "host": "the device has nothing to do: Python, and launches",
+    "not named": "kernels without an op",
+}
+"""The kinds of time, each with what it is."""
+
+SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+
+_SCALING = ("unscale", "_amp_update_scale", "_amp_foreach", "aminmax")
+_SENDS = ("nccl", "rccl", "gloo", "c10d::", "record_param_comms", "ucc:", "mpi:")
+_STEPS = ("Optimizer.", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
+_PRODUCTS = {
+    *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm", "_int_mm", "mkldnn_linear"),
+    *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_grouped_mm"),
+}
+_WITH = ("convolution", "attention", "_linear_", "lstm", "gru", "_moe", "rnn_layer")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product as a matrix product: ``batch`` times (m, k) by (k, n).
+
+    Attributes:
+        batch: the number of products.
+        m: the rows.
+        n: the columns.
+        k: the length of the sums.
+        what: "product", "convolution", "attention" or "experts".
+        text: its shape in words.
+        aligned: the sizes that lie side by side in memory: they should fill 16 bytes.
+        times: how many products of this size it has, such as the two of attention.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    what: str
+    text: str
+    aligned: tuple[int, ...] = ()
+    times: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """The floating-point operations."""
+        return 2.0 * self.batch * self.m * self.n * self.k * self.times
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A ``Piece`` with what it is.
+
+    Attributes:
+        piece: the interval and its call.
+        kind: one of ``KINDS``.
+        op: the short name of the op.
+        dtype: the dtype that it reads; "" if unknown.
+        count: the largest number of elements that it reads.
+        bytes: the bytes that it reads and writes.
+        product: its sizes, if it is a product with known shapes.
+        zeroes: True if it sets gradients to zero outside of a backward pass.
+        whole: the call of which it is a part: several kernels may do one product.
+    """
+
+    piece: Piece
+    kind: str
+    op: str
+    dtype: str
+    count: int
+    bytes: float
+    product: Product | None
+    zeroes: bool
+    whole: Call | None = None
+
+    @property
+    def ms(self) -> float:
+        """The duration in milliseconds."""
+        return self.piece.time / 1e3
+
+
+def work_of(piece: Piece) -> Work:
+    """Say what a piece is."""
+    call = piece.call
+    if call is None:
+        sends = any(word in piece.name.lower() for word in _SENDS[:2])
+        kind = "communication, exposed" if sends else "not named"
+        return Work(piece, kind, piece.name, "", 0, 0.0, None, False)
+    chain = list(call.chain())
+    names = [each.name for each in chain]
+    told = next((each for each in chain if any(isinstance(size, list) and size for size in each.dims)), call)
+    products = [each for each in chain if _is_product(each.name)]
+    main = products[0] if products else None
+    counts = [_count(each) for each in told.dims]
+    sizes = [SIZES.get(dtype, 0) for dtype in told.dtypes]
+    dtype = next((dtype for dtype, count in zip(told.dtypes, counts, strict=False) if dtype and count), "")
+    kind, op = _kind(names, told, main), _short(told.name)
+    read = sum(count * size for count, size in zip(counts, sizes, strict=False))
+    count = max((count for count, size in zip(counts, sizes, strict=False) if size), default=0)
+    product = None
+    if kind == "products" and main is not None:
+        known = next((each for each in chain[chain.index(main) :] if _has_shapes(each)), main)
+        product, op = _product(known), _short(known.name)
+        dtype = next(filter(None, known.dtypes), dtype)
+    fills = any(_short(name) in ("zero_", "_foreach_zero_", "fill_") for name in names)
+    bare = all(each.mark or _short(each.name) in ("zero_", "_foreach_zero_", "fill_") for each in chain)
+    zeroes = fills and bare and not any("Optimizer.step" in name for name in names)
+    written = count * SIZES.get(dtype, 0) if op not in ("zero_", "fill_") else 0
+    return Work(piece, kind, op, dtype, count, float(read + written), product, zeroes, (products or [call])[-1])
+
+
+def _kind(names: Sequence[str], told: Call, main: Call | None) -> str:
+    if any(name.startswith(_SENDS) for name in names):
+        return "communication, exposed"
+    if any(word in name for name in names for word in _SCALING):
+        return "loss scale"
+    if any(name.startswith(_STEPS) for name in names):
+        return "optimizer"
+    if main is not None and not (_short(names[0]) == "copy_" and _short(main.name) not in ("addmm", "baddbmm")):
+        return "products"
+    if any(_short(name) in ("item", "_local_scalar_dense", "is_nonzero") for name in names):
+        return "waits for the device"
+    if _short(told.name) in ("copy_", "_to_copy", "to", "_foreach_copy_") and _is_cast(told):
+        return "casts"
+    return "memory-bound ops"
+
+
+@functools.lru_cache(4096)
+def _short(name: str) -> str:
+    return name.rpartition("::")[2]
+
+
+@functools.lru_cache(4096)
+def _is_product(name: str) -> bool:
+    if "Backward" in name or name.startswith(("autograd", "Optimizer")):
+        return False
+    short = _short(name)
+    if short in _PRODUCTS or any(word in short for word in _WITH):
+        return True
+    row = row_of(short.removeprefix("_")) if "::" in name else None
+    return row is not None and row.kind in ("product", "convolution", "attention", "recurrent")
+
+
+def _is_cast(call: Call) -> bool:
+    used = [dtype for dtype in call.dtypes[:2] if dtype]
+    if _short(call.name) == "copy_":
+        return len(used) == 2 and used[0] != used[1]
+    return bool(used)
+
+
+def _has_shapes(call: Call) -> bool:
+    return sum(_count(dims) > 0 for dims in call.dims) >= 2
+
+
+def _count(dims: Any) -> int:
+    """The number of elements of an argument, which may be a list of tensors."""
+    if not isinstance(dims, list) or not dims:
+        return 0
+    return sum(_count(each) for each in dims) if isinstance(dims[0], list) else math.prod(dims)
+
+
+def _product(call: Call) -> Product | None:
+    shapes = [dims for dims in call.dims if isinstance(dims, list) and dims and not isinstance(dims[0], list)]
+    if len(shapes) < 2:
+        return None
+    name = _short(call.name)
+    if "attention" in name:
+        return _attention(name, shapes)
+    if "moe" in name:
+        return _experts(shapes)
+    if "convolution" in name or name.startswith("conv"):
+        return _convolution(call, shapes)
+    matrices = [shape for shape in shapes if len(shape) >= 2][-2:]
+    if len(matrices) < 2:
+        return None
+    a, b = matrices
+    if name in ("linear", "mkldnn_linear"):
+        b = [b[1], b[0]]
+    batch, m, k, n = math.prod(a[:-2]) if len(b) > 2 else 1, a[-2], a[-1], b[-1]
+    m = m if len(b) > 2 else math.prod(a[:-1])
+    text = f"[{m}x{k}] x [{k}x{n}]" + (f", {batch} of them" if batch > 1 else "")
+    return Product(batch, m, n, k, "product", text, (n, k))
+
+
+def _attention(name: str, shapes: list[Any]) -> Product | None:
+    if len(shapes[0]) != 4:
+        return None
+    batch, one, two, width = shapes[0]
+    heads, length = (two, one) if name.startswith(("_flash", "_efficient")) else (one, two)
+    text = f"attention over {length}, {heads} heads of {width}"
+    return Product(batch * heads, length, length, width, "attention", text, (width,), 2.0)
+
+
+def _experts(shapes: list[Any]) -> Product | None:
+    weights = [shape for shape in shapes if len(shape) == 3]
+    if not weights or len(shapes[0]) != 2:
+        return None
+    tokens, width = shapes[0]
+    chosen = shapes[-1][-1] if len(shapes[-1]) == 2 else 1
+    experts, inner, _ = weights[0]
+    text = f"{tokens:,} tokens to {chosen} of {experts} experts of {width}x{inner}"
+    times = sum(map(math.prod, weights)) / math.prod(weights[0])
+    return Product(1, tokens * chosen, inner, width, "experts", text, (width, inner), times)
+
+
+def _convolution(call: Call, shapes: list[Any]) -> Product | None:
+    name = _short(call.name)
+    images = [shape for shape in shapes if len(shape) >= 3]
+    x, weight = (images[1], images[2]) if "backward" in name and len(images) > 2 else (*images, None, None)[:2]
+    if x is None or weight is None or len(x) != len(weight):
+        return None
+    turned = len(call.concrete) > 6 and call.concrete[6] == "True"
+    window = weight[2:]
+    groups = max(1, x[1] // (weight[0] if turned else weight[1]))
+    stride = [int(part) for part in call.concrete[3].strip("()[]").split(",")] if _strided(call) else [1]
+    stride = stride * len(window) if len(stride) == 1 else stride
+    spots = math.prod(x[2:]) if turned else math.prod(-(-size // by) for size, by in zip(x[2:], stride, strict=False))
+    into, out = weight[1], weight[0] // groups
+    text = "transposed " if turned else "depthwise " if groups > 1 and into == 1 else ""
+    text += (
+        f"{'x'.join(map(str, window))} convolution of {x[1]} channels to {weight[1] * groups if turned else weight[0]}"
+    )
+    m, k = x[0] * spots, into * math.prod(window)
+    passes = 2 if "backward" in name else 1
+    aligned = () if groups > 1 and into == 1 else (into, out)
+    return Product(groups * passes, m, out, k, "convolution", text, aligned)
+
+
+def _strided(call: Call) -> bool:
+    return len(call.concrete) > 3 and call.concrete[3].strip("()[]").replace(",", "").replace(" ", "").isdigit()

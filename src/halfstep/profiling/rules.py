@@ -1,0 +1,418 @@
+"""Why a step is slow: a function for each cause, which prices it in milliseconds; the table of them is at the end.
+
+The prices do not add up: two causes may claim the same time. Each says what its fix alone would bring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..core.text import counted, listed
+from ..findings import Finding
+from .accounts import Account, inside
+from .ops import SIZES, Product, Work
+from .trace import covered, minus, overlap, union
+
+__all__ = ["RULES", "apply"]
+
+_LEAST = 0.03  # of a step: less is not worth a line
+_SMALL = 30.0  # microseconds: an op of a CPU that takes less is mostly its call
+_CALL = 40.0  # microseconds: the most that a call of an op costs
+_REACHED = 0.8  # of a chip's rate, by good kernels on good shapes
+
+
+class Cause(NamedTuple):
+    """What a rule has found.
+
+    Attributes:
+        us: the microseconds of all steps that its fix would bring.
+        where: the ops.
+        message: the problem, with its numbers.
+        evidence: the same numbers by name.
+        fix: the remedy, if it differs from the rule's own.
+    """
+
+    us: float
+    where: str
+    message: str
+    evidence: Mapping[str, Any] = {}
+    fix: str = ""
+
+
+def apply(account: Account) -> list[Finding]:
+    """Return the findings, the most expensive first."""
+    found = []
+    for code, (rule, fix) in RULES.items():
+        for cause in rule(account):
+            if cause.us < _LEAST * account.total:
+                continue
+            ms, share = account.ms(cause.us), cause.us / account.total
+            severity = "warning" if share >= 0.1 else "note"
+            evidence = {"ms": ms, "share": share, **cause.evidence}
+            message = f"{ms:.3g} ms of a step: {cause.message}"
+            found.append(Finding(code, severity, cause.where, message, evidence, cause.fix or fix))  # type: ignore[arg-type]
+    return sorted(found, key=lambda each: -each.evidence["ms"])
+
+
+def _names(works: Iterable[Work]) -> str:
+    """The ops that take most of the time, with their dtypes."""
+    times: Counter[str] = Counter()
+    for each in works:
+        label = each.product.text if each.product is not None else f"{each.count:,} elements" if each.count else ""
+        times[" ".join(filter(None, (each.op, each.dtype, label)))] += int(each.piece.time) + 1
+    return listed([name for name, _ in times.most_common()], 2)
+
+
+def _time(works: Iterable[Work]) -> float:
+    return sum(each.piece.time for each in works)
+
+
+def _once(works: Iterable[Work]) -> list[Work]:
+    """One work of each call."""
+    return list({id(each.whole): each for each in works}.values())
+
+
+def _least(account: Account, work: Work, dtype: str = "") -> float:
+    """The microseconds below which a work cannot be, in its own dtype or in another.
+
+    A work that is faster than its bytes allow has read fewer: from a cache, or the weights of some experts only.
+    """
+    size = SIZES.get(dtype or work.dtype, 4) / SIZES.get(work.dtype, 4)
+    flops = work.product.flops if work.product is not None else 0.0
+    moved = work.bytes if account.machine.ms(work.dtype, 0.0, work.bytes) < work.ms else 0.0
+    return 1e3 * account.machine.ms(dtype or work.dtype, flops, moved * size)
+
+
+def _model(account: Account) -> list[Work]:
+    """The works of the model: without optimizer, data, and numbers that are read."""
+    other = union([*account.marked("Optimizer."), *account.data, *account.reads])
+    apart = set(map(id, inside(account.works, other)))
+    kinds = ("products", "memory-bound ops", "casts")
+    return [each for each in account.works if each.kind in kinds and id(each) not in apart and not each.zeroes]
+
+
+# ---- the host
+
+
+def launch_bound(account: Account) -> Iterator[Cause]:
+    """HS201: the device waits for the host to launch the next op, or an op costs less than its call."""
+    model = _model(account)
+    other = union([*account.marked("Optimizer."), *account.reads])
+    us = covered(minus(account.host, other))
+    if not account.trace.on_gpu:
+        small = [each for each in model if each.piece.time < _SMALL]
+        us += sum(max(0.0, each.piece.time - _least(account, each)) for each in small)
+        count = len({id(each.piece.call) for each in small})
+        us = min(us, _CALL * count)
+    else:
+        count = len(account.works)
+    if count / account.steps >= 30 or (account.trace.on_gpu and count >= 5):
+        mean = account.busy / max(len(account.works), 1)
+        what = "kernels" if account.trace.on_gpu else "ops"
+        text = f"launch-bound: {count // account.steps:,} {what}, {mean:.3g} us in the mean; the host is behind"
+        yield Cause(us, _names(model), text, {"launches": count // account.steps, "mean_us": mean})
+
+
+def host_waits(account: Account) -> Iterator[Cause]:
+    """HS208: the host reads numbers from the device, and waits for each."""
+    reads = [each for each in account.trace.calls if each.name == "aten::_local_scalar_dense"]
+    us = covered(union([*account.waits, *account.reads]))
+    if reads:
+        count = len(reads) / account.steps
+        yield Cause(
+            us,
+            ".item()",
+            f"{counted(round(count), 'number is', 'numbers are')} read by the host, one by one",
+            {"reads": count},
+        )
+
+
+def waits_for_data(account: Account) -> Iterator[Cause]:
+    """HS211: a step waits for its batch."""
+    us = account.kinds["waits for data"]
+    yield Cause(us, "before the first module", f"the device waits for data {us / account.total:.0%} of the time")
+
+
+def threads(account: Account) -> Iterator[Cause]:
+    """HS213: torch has more threads than this process has cores."""
+    of = account.settings
+    if not account.trace.on_gpu and of.threads > of.cores > 0:
+        us = account.busy * (1 - 1 / max(of.thread_cost, 1.0))
+        text = f"{of.threads} threads on {counted(of.cores, 'core')}: small ops take {of.thread_cost:.3g} times as long"
+        yield Cause(
+            us, "all ops", text, {"threads": of.threads, "cores": of.cores}, f"torch.set_num_threads({of.cores})"
+        )
+
+
+# ---- products
+
+
+def _off(product: Product, dtype: str) -> list[int]:
+    size = SIZES.get(dtype, 4)
+    return [each for each in product.aligned if each > 1 and each * size % 16]
+
+
+def misaligned(account: Account) -> Iterator[Cause]:
+    """HS202: rows of matrices that do not fill 16 bytes cost more."""
+    found: dict[str, list[Work]] = defaultdict(list)
+    for each in _products(account):
+        if each.product is not None and _off(each.product, each.dtype):
+            found[each.product.text].append(each)
+    for text, works in found.items():
+        first = works[0].product
+        assert first is not None
+        size = SIZES.get(works[0].dtype, 4)
+        off = _off(first, works[0].dtype)[0]
+        padded = -(-off // (16 // size)) * (16 // size)
+        least = sum(_least(account, each) / _REACHED for each in _once(works)) * padded / off
+        what = f"{works[0].op} {works[0].dtype} {text}"
+        channels = "channels" if first.what == "convolution" else "side by side"
+        message = f"{off} {channels} are no multiple of {16 // size}, the numbers of 16 bytes"
+        fix = f"pad {off} to {padded}: nn.Linear(..., {padded}), and leave the rest of the result out"
+        if first.what == "convolution":
+            fix = f"pad the images to {padded} channels: F.pad(x, (0, 0, 0, 0, 0, {padded - off}))"
+        yield Cause(_time(works) - least, what, message, {"size": off, "padded": padded}, fix)
+
+
+def fp32_products(account: Account) -> Iterator[Cause]:
+    """HS205: products in float32 inside of a model of 16 bits, which miss its units."""
+    wide = [each for each in _products(account) if each.dtype == "float32"]
+    narrow = _half(account)
+    if wide and narrow and not _emulated(account):
+        us = _time(wide) * (1 - 1 / max(account.machine.gain("float32", narrow), 1.0))
+        text = f"products in float32 take {account.ms(_time(wide)):.3g} ms in a model of {narrow}"
+        yield Cause(us, _names(wide), text, {"fp32_ms": account.ms(_time(wide))})
+
+
+def tf32_off(account: Account) -> Iterator[Cause]:
+    """HS206: products in float32 that may not use TF32."""
+    wide = [each for each in _products(account) if each.dtype == "float32"]
+    if wide and account.settings.tf32_off:
+        gain = account.machine.gain("float32", "tf32") if "tf32" in account.machine.flops else 2.0
+        yield Cause(_time(wide) * (1 - 1 / gain), _names(wide), "float32 products do not use TF32")
+
+
+def no_units(account: Account) -> Iterator[Cause]:
+    """HS212: products in a dtype for which the device has no units."""
+    works = [each for each in _products(account) if each.dtype in account.machine.lacks]
+    if not account.trace.on_gpu:
+        works += [w for w in account.works if w.kind == "memory-bound ops" and w.dtype in account.machine.lacks]
+    if works:
+        least = sum(_least(account, each, "float32") / _REACHED for each in _once(works))
+        dtype = works[0].dtype
+        us = max(_time(works) - least, _time(works) / 2)
+        yield Cause(us, _names(works), f"{account.machine.name} has no units for {dtype}", {"dtype": dtype})
+
+
+def below_roofline(account: Account) -> Iterator[Cause]:
+    """HS217: a product is far below what the device can do, because of its shape."""
+    found: dict[tuple[str, str], list[Work]] = defaultdict(list)
+    for each in _products(account):
+        if each.product is not None and not _off(each.product, each.dtype) and each.dtype not in account.machine.lacks:
+            found[each.op, each.product.text].append(each)
+    for (op, text), works in found.items():
+        first = works[0].product
+        assert first is not None
+        if not account.trace.on_gpu and first.text.startswith("depthwise"):
+            continue  # no shape helps
+        least = sum(_least(account, each) for each in _once(works))
+        time = _time(works)
+        if time > (2.0 if account.trace.on_gpu else 5.0) * least / _REACHED:
+            why, fix = _why(first)
+            message = f"{text}: {least / time:.0%} of what {account.machine.name} can do{why}"
+            evidence = {"reached": least / time}
+            yield Cause(time - least / _REACHED, f"{op} {works[0].dtype} {text}", message, evidence, fix)
+
+
+def _why(product: Product) -> tuple[str, str]:
+    """Say why a shape is slow, and what helps."""
+    if product.what == "attention":
+        return "; attention", "F.scaled_dot_product_attention with a fused backend, and sequences packed or in windows"
+    if product.what == "experts":
+        per = product.m / 1
+        return (
+            f"; {per:,.0f} rows for all experts",
+            "more tokens a step, or fewer experts a device (expert parallelism)",
+        )
+    if "transposed" in product.text:
+        return "; transposed", "nn.Upsample and nn.Conv2d, or model.to(memory_format=torch.channels_last)"
+    if product.what == "convolution":
+        return "", "model.to(memory_format=torch.channels_last); torch.backends.cudnn.benchmark = True"
+    tiles = math.ceil(product.m / 128) * math.ceil(product.n / 128) * product.batch
+    text = f"; only {counted(tiles, 'tile')} of 128 x 128, and sums of {product.k:,}" if tiles < 132 else ""
+    return text, "a larger batch, or products of the same input in one: nn.Linear(k, 3 * n) in place of three"
+
+
+def _products(account: Account) -> list[Work]:
+    return [each for each in account.works if each.kind == "products"]
+
+
+def _half(account: Account) -> str:
+    """The dtype of 16 bits that a model computes in; "" if in none."""
+    return account.halves[0] if account.halves else ""
+
+
+def _emulated(account: Account) -> str:
+    """The dtype that halfstep emulates: casts to it, no units for it, and products in float32 only."""
+    calls = [call for each in account.works if each.kind == "casts" and each.whole for call in each.whole.chain()]
+    casts = {dtype for call in calls for dtype in call.dtypes[:2]}
+    done = {each.dtype for each in _products(account)}
+    if account.settings.device is None or "float32" not in done:
+        return ""
+    return next((half for half in account.machine.lacks if half in casts and half not in done), "")
+
+
+# ---- memory
+
+
+def layouts(account: Account) -> Iterator[Cause]:
+    """HS203: images are copied from one memory format to another."""
+    copies = [each for each in account.works if _changes_layout(each)]
+    by_call: dict[int, list[Work]] = defaultdict(list)
+    for each in account.works:
+        if each.product is not None and each.product.what == "convolution" and account.trace.on_gpu:
+            by_call[id(each.whole)].append(each)
+    for works in by_call.values():  # beside the kernel of a convolution are those that bring its operands in order
+        longest = max(works, key=lambda each: each.piece.time)
+        copies += [each for each in works if each is not longest]
+    if copies:
+        text = f"{len(copies) // account.steps:,} copies change the memory format"
+        yield Cause(_time(copies), _names(copies), text, {"copies": len(copies) // account.steps})
+
+
+def _changes_layout(work: Work) -> bool:
+    call = work.piece.call
+    if work.kind != "memory-bound ops" or call is None or work.op not in ("copy_", "clone", "contiguous"):
+        return False
+    told = next((each for each in call.chain() if each.name == "aten::copy_" and len(each.strides) > 1), None)
+    if told is None or len(told.dims[0]) < 4 or told.dims[0] != told.dims[1]:
+        return False
+    orders = [sorted(range(len(s)), key=lambda i: -s[i]) for s in told.strides[:2]]
+    return orders[0] != orders[1] and 0 not in told.strides[1]
+
+
+def islands(account: Account) -> Iterator[Cause]:
+    """HS204: ops in float32 between ops of 16 bits, with the casts around them."""
+    half = _half(account)
+    wide = [each for each in _model(account) if each.kind == "memory-bound ops" and each.dtype == "float32"]
+    wide = [each for each in wide if each.piece.time >= _SMALL / 3 and not _changes_layout(each)]
+    if half and not _emulated(account) and wide:
+        casts = [each for each in _model(account) if each.kind == "casts"]
+        around = _time(casts) if _time(wide) > _time(casts) / 2 else 0.0
+        text = f"ops in float32 take {account.ms(_time(wide)):.3g} ms in a model of {half}"
+        text += f", and casts around them {account.ms(around):.3g} ms" if around else ""
+        yield Cause(_time(wide) / 2 + around, _names(wide), text)
+
+
+def casts(account: Account) -> Iterator[Cause]:
+    """HS207: casts take a large part of the time."""
+    found = [each for each in _model(account) if each.kind == "casts"]
+    wide = [each for each in _model(account) if each.kind == "memory-bound ops" and each.dtype == "float32"]
+    if found and not _emulated(account) and _time(wide) <= _time(found) / 2:
+        count = len(found) // account.steps
+        yield Cause(_time(found), _names(found), f"{count:,} casts take {_time(found) / account.total:.0%} of the time")
+
+
+def emulated(account: Account) -> Iterator[Cause]:
+    """HS214: halfstep emulates a dtype that the device has no units for."""
+    if half := _emulated(account):
+        found = [each for each in account.works if each.kind in ("casts", "loss scale")]
+        text = f"{half} is emulated here: products in float32, with the rounding of {half}"
+        other = next((each for each in ("bfloat16", "float16") if each not in account.machine.lacks), "")
+        yield Cause(_time(found), _names(found), text, {}, f'dtype="{other}", which has units' if other else "")
+
+
+def denormals(account: Account) -> Iterator[Cause]:
+    """HS215: numbers below the smallest normal one, which a CPU computes slowly."""
+    shares, costs = account.settings.denormal, account.settings.denormal_cost
+    us = 0.0
+    hit = []
+    for each in account.works:
+        call = each.piece.call
+        sizes = [tuple(d) for c in (call.chain() if call else ()) for d in c.dims if isinstance(d, list) and d and
+                 not isinstance(d[0], list)]  # fmt: skip
+        share = max((shares.get(size, 0.0) for size in sizes), default=0.0)
+        if share > 0.01:
+            cost = costs[0] if each.kind == "products" else costs[1]
+            us += each.piece.time * share * (1 - 1 / max(cost, 1.0))
+            hit.append(each)
+    if hit:
+        text = (
+            f"{max(shares.values()):.0%} of the numbers of a tensor are denormal, and cost up to {max(costs):.3g} times"
+        )
+        yield Cause(us, _names(hit), text)
+
+
+# ---- optimizer and communication
+
+
+def optimizer(account: Account) -> Iterator[Cause]:
+    """HS209: the step of the optimizer is not fused."""
+    spans = overlap(account.marked("Optimizer.step"), account.window)
+    works = inside(account.works, spans)
+    if not works or any(each.op.startswith("_fused") for each in works):
+        return
+    us = _time(works) if account.trace.on_gpu else covered(spans)
+    weights = (
+        account.settings.weights
+        or sum({id(each): each.count for each in account.works if "AccumulateGrad" in _chain(each)}.values())
+        // account.steps
+    )
+    least = 1e3 * account.machine.ms("float32", 0.0, 28.0 * weights) * account.steps
+    count = len(works) // account.steps
+    if count > 4:
+        text = f"the step of the optimizer runs {count:,} ops, and not one fused"
+        yield Cause(us - min(least, us * 0.7), _names(works), text, {"ops": count})
+
+
+def _chain(work: Work) -> str:
+    return "" if work.piece.call is None else " ".join(call.name for call in work.piece.call.chain())
+
+
+def zeroed(account: Account) -> Iterator[Cause]:
+    """HS210: gradients are set to zero and not freed."""
+    works = [each for each in account.works if each.zeroes]
+    added = [each for each in account.works if each.op == "add_" and "AccumulateGrad" in _chain(each)]
+    if works:
+        text = f"gradients are set to zero, {len(works) // account.steps:,} times, and then added to"
+        yield Cause(_time(works) + _time(added), _names(works), text)
+
+
+def communication(account: Account) -> Iterator[Cause]:
+    """HS216: what ranks send to each other is not hidden, or is float32 in a model of 16 bits."""
+    us = covered(account.exposed)
+    sent = [call for call in [*account.trace.calls, *account.trace.marks] if call.made or call.name.startswith("c10d")]
+    wide = bool(_half(account)) and any("float32" in (*call.dtypes, call.made) for call in sent)
+    fix = "" if not wide else "ddp.register_comm_hook(None, bf16_compress_hook), or gradients in 16 bits at O2"
+    text = f"{us / account.total:.0%} of the time ranks send while nothing is computed"
+    yield Cause(us / 2 if wide else us, "all_reduce", text + (", in float32" if wide else ""), {}, fix)
+
+
+Rule = Callable[[Account], Iterator[Cause]]
+
+RULES: dict[str, tuple[Rule, str]] = {
+    "HS201": (launch_bound, "torch.compile(model), a larger batch, or halfstep.TrainStep(..., graph=True) on a GPU"),
+    "HS202": (misaligned, "pad the size"),
+    "HS203": (layouts, "model.to(memory_format=torch.channels_last), and images in the same format, once"),
+    "HS204": (islands, "compute it in 16 bits: leave .float() out, or add the op to the white list of amp.initialize"),
+    "HS205": (fp32_products, "cast what goes in: x.to(weight.dtype), or amp.initialize(..., opt_level='O1')"),
+    "HS206": (tf32_off, 'torch.set_float32_matmul_precision("high")'),
+    "HS207": (casts, "weights of 16 bits: amp.initialize(model, optimizer, opt_level='O2'), or a larger batch"),
+    "HS208": (host_waits, "keep the numbers on the device: total += loss.detach(), and read it once in 100 steps"),
+    "HS209": (optimizer, "optimizer = halfstep.optimizers.fuse(optimizer), or AdamW(..., fused=True)"),
+    "HS210": (zeroed, "optimizer.zero_grad(set_to_none=True), its default"),
+    "HS211": (waits_for_data, "DataLoader(..., num_workers=4, persistent_workers=True, prefetch_factor=4)"),
+    "HS212": (no_units, "dtype=torch.bfloat16, or opt_level='O0'; see halfstep doctor"),
+    "HS213": (threads, "torch.set_num_threads(cores)"),
+    "HS214": (emulated, "opt_level='O0' is as fast as this machine is"),
+    "HS215": (denormals, "torch.set_flush_denormal(True)"),
+    "HS216": (
+        communication,
+        "larger buckets: DistributedDataParallel(..., bucket_cap_mb=100); no_sync() while accumulating",
+    ),
+    "HS217": (below_roofline, "another shape"),
+}
+"""The rules by code, each with its fix."""

@@ -1,0 +1,253 @@
+"""``profile``: runs steps under torch.profiler, and ``of_run`` the first steps of a script."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, record_function
+
+from ..core.checks import check_kind
+from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.inner_optimizers import bare
+from .accounts import Settings
+from .answer import Profile, profile_of
+from .machine import cores, denormal_cost, machine_of, thread_cost
+from .trace import FORWARD, STEP, Trace, parsed, trace_of
+
+__all__ = ["of_run", "profile"]
+
+
+def profile(
+    step: Callable[[], Any],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    warmup: int = 3,
+    steps: int = 5,
+    device: torch.device | str | None = None,
+) -> Profile:
+    """Run a step a few times under torch.profiler, and say where its time goes and what would make it faster.
+
+    ::
+
+        print(halfstep.profile(step, model=model, optimizer=optimizer))
+
+    The steps train: give a step that may be taken ``warmup + steps`` times more.
+
+    Args:
+        step: a function without arguments that runs one training step.
+        model: its model, or None; its weights are looked at for denormal numbers.
+        optimizer: its optimizer, a list of them, or None.
+        warmup: the steps before the profiled ones.
+        steps: the profiled steps.
+        device: where it runs; None for the device of the model, or of this machine.
+
+    Raises:
+        ArgumentTypeError: for an argument of another type.
+        ArgumentValueError: for fewer than 0 steps of warmup, or fewer than 1 step.
+        UsageError: for a step that raises an error; it is the cause.
+    """
+    if not callable(step):
+        raise ArgumentTypeError(f"profile takes a function that runs a step, not {type(step).__name__}.")
+    if model is not None:
+        check_kind("model", model, nn.Module, "a torch.nn.Module")
+    for name, value, least in (("warmup", warmup, 0), ("steps", steps, 1)):
+        if not isinstance(value, int) or value < least:
+            raise ArgumentValueError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+    optimizers = _optimizers(optimizer)
+    recorder = Recorder(_device(device, model))
+    for number in range(warmup + steps):
+        if number == warmup:
+            recorder.start()
+        try:
+            recorder.begin()
+            step()
+        except Exception as error:
+            recorder.stop()
+            raise UsageError(f"Step {number + 1} raised {type(error).__name__}: {str(error)[:200]}") from error
+        recorder.end()
+    return recorder.profile(model, optimizers)
+
+
+def of_run(run: Callable[[], Any], *, warmup: int = 3, steps: int = 5) -> Profile | None:
+    """Profile the first steps of a script, and end it after them, for ``halfstep profile``.
+
+    A step ends where an optimizer has stepped.
+
+    Args:
+        run: runs a script; errors of the script pass through.
+        warmup: the steps before the profiled ones.
+        steps: the profiled steps.
+
+    Returns:
+        The profile; None if no optimizer took as many steps as ``warmup`` and one more.
+    """
+    recorder, taken = Recorder(_device(None, None)), 0
+    known: list[Any] = []
+
+    def stepped(optimizer: Any, *_: Any) -> None:
+        nonlocal taken
+        if not any(optimizer is each for each in known):
+            known.append(optimizer)
+        if optimizer is not known[0]:
+            return
+        taken += 1
+        if taken > warmup:
+            recorder.end()
+        if taken == warmup + steps:
+            raise _Ended
+        if taken == warmup:
+            recorder.start()
+        if taken >= warmup:
+            recorder.begin()
+
+    handle = register_optimizer_step_post_hook(stepped)
+    try:
+        run()
+    except _Ended:
+        pass
+    except BaseException:
+        recorder.stop()
+        raise
+    finally:
+        handle.remove()
+    if taken <= warmup:
+        recorder.stop()
+        return None
+    held = {id(p) for each in known for group in each.param_groups for p in group["params"]}
+    models = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    model = max(models, key=lambda each: sum(id(p) in held for p in each.parameters()), default=None)
+    return recorder.profile(model, [bare(each) for each in known])
+
+
+class _Ended(BaseException):
+    """Ends a script after its last step; not an ``Exception``, which the script may catch."""
+
+
+class Recorder:
+    """torch.profiler, with a mark around each step and at its first module.
+
+    Args:
+        device: the device of the steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._profiler: torch.profiler.profile | None = None
+        self._step: Any = None
+        self._hook: Any = None
+
+    def start(self) -> None:
+        """Begin to record."""
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
+        self._synchronize()
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
+        self._profiler.start()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        if self._profiler is not None:
+            self._step = record_function(STEP)
+            self._step.__enter__()
+            self._hook = register_module_forward_pre_hook(self._forward)
+
+    def end(self) -> None:
+        """End a step."""
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+            self._unhook()
+
+    def stop(self) -> None:
+        """Record no longer."""
+        self._unhook()
+        self._step = None
+        if self._profiler is not None:
+            self._synchronize()
+            with suppress(RuntimeError):  # a step that raised may have stopped it
+                self._profiler.stop()
+
+    def profile(self, model: nn.Module | None, optimizers: Sequence[Any]) -> Profile:
+        """Make the profile of what was recorded."""
+        self.stop()
+        trace, threads = self._trace(), torch.get_num_threads()
+        settings = _settings(self.device, threads, model, optimizers)
+        machine = machine_of(self.device, threads)
+        return profile_of(trace, machine, settings, f"{machine.name}, rates {machine.source}")
+
+    def _trace(self) -> Trace:
+        assert self._profiler is not None
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(path))
+            self._profiler = None
+            known = parsed(path.read_text(encoding="utf-8", errors="replace"))
+        return trace_of([each for each in known["traceEvents"] if each is not None])
+
+    def _forward(self, *_: Any) -> None:
+        self._unhook()
+        with record_function(FORWARD):
+            pass
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _optimizers(given: Any) -> list[Any]:
+    optimizers = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for each in optimizers:
+        check_kind("optimizer", bare(each), torch.optim.Optimizer, "a torch.optim.Optimizer")
+    return [bare(each) for each in optimizers]
+
+
+def _device(given: torch.device | str | None, model: nn.Module | None) -> torch.device:
+    if given is not None:
+        return torch.device(given)
+    first = None if model is None else next(iter(model.parameters()), None)
+    return first.device if first is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _settings(device: torch.device, threads: int, model: nn.Module | None, optimizers: Sequence[Any]) -> Settings:
+    """Look at the process, the weights, and the numbers of the optimizer."""
+    params = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    own = [] if model is None else [*model.parameters()]
+    on_gpu = device.type == "cuda"
+    tf32_off = on_gpu and torch.version.hip is None and torch.get_float32_matmul_precision() == "highest"
+    tf32_off = tf32_off and torch.cuda.get_device_capability(device) >= (8, 0)
+    held = [*own, *(each for p in params for each in _state(optimizers, p))] if not on_gpu else []
+    denormal = dict(_denormal([t for t in held if t.dtype is torch.float32]))
+    half = sorted({str(p.dtype).removeprefix("torch.") for p in own if p.dtype in (torch.bfloat16, torch.float16)})
+    cost = thread_cost(threads) if not on_gpu and threads > cores() else 1.0
+    slow, count = denormal_cost() if denormal else (1.0, 1.0), sum(p.numel() for p in params)
+    return Settings(device, threads, cores(), cost, tf32_off, denormal, slow, count, tuple(half))
+
+
+def _state(optimizers: Sequence[Any], p: torch.Tensor) -> Iterator[torch.Tensor]:
+    for each in optimizers:
+        yield from (t for t in each.state.get(p, {}).values() if isinstance(t, torch.Tensor))
+    if p.grad is not None:
+        yield p.grad
+
+
+def _denormal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[tuple[int, ...], float]]:
+    """The share of denormal numbers in a sample of each tensor that has some."""
+    for each in tensors:
+        sample = each.detach().flatten()[: 1 << 16].abs()
+        found = ((sample > 0) & (sample < torch.finfo(torch.float32).tiny)).sum()
+        if share := float(found) / max(sample.numel(), 1):
+            yield tuple(each.shape), share
