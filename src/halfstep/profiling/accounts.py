@@ -20,16 +20,16 @@ _LOADS = "enumerate(DataLoader)"
 
 @dataclass(frozen=True)
 class Settings:
-    """What a trace does not have, of the process that ran the steps.
+    """Facts of the process that ran the steps, which a trace does not have.
 
     Attributes:
         device: the device; None for a trace of another machine.
         threads: the threads of torch.
         cores: the cores of the process.
-        thread_cost: how many times as long small ops take as with a thread for each core.
+        thread_cost: the factor by which small ops take longer than with a thread for each core.
         tf32_off: True if float32 products may not use TF32, on a GPU that has it.
         denormal: the share of elements that are denormal, by the sizes of a tensor.
-        denormal_cost: how many times as long a product, and an op by element, takes on denormal numbers.
+        denormal_cost: the factors by which a product, and an op by element, take longer on denormal numbers.
         weights: the elements of all parameters that an optimizer steps.
         half: the dtypes of 16 bits in the model.
     """
@@ -51,16 +51,16 @@ class Account:
     Args:
         trace: the trace.
         machine: the rates of its device.
-        settings: what the trace does not have.
+        settings: facts that the trace does not have.
 
     Attributes:
         steps: the number of steps.
         works: the work of the device.
         total, busy, idle: microseconds of all steps.
         kinds: microseconds by kind.
-        host: where the device has nothing to do, and waits neither for data nor for a read.
-        data: where a step waits for data.
-        reads: where numbers are read by the host, one after the other.
+        host: the intervals in which the device has nothing to do, and waits neither for data nor for a read.
+        data: the intervals in which a step waits for data.
+        reads: the intervals in which numbers are read by the host, one after the other.
         halves: the dtypes of 16 bits of the ops.
     """
 

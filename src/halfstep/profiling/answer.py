@@ -23,19 +23,19 @@ _MOST_ROWS = 30
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of a step goes, and what would make it faster. Print it.
+    """The time of a step by kind, and the changes that would make it faster. Print it.
 
     Attributes:
         total_ms: the milliseconds of a step.
         device_busy_ms: the milliseconds in which the device works.
         device_idle_ms: the milliseconds in which it does not.
         kinds: the milliseconds of each kind of time; they add up to ``total_ms`` with what is hidden left out.
-        findings: what makes the step slow, the most expensive first; ``evidence["ms"]`` is what its fix alone brings.
-        ceiling: how many times as fast the step can be at 16 bits, by Amdahl and by roofline.
-        have: how many times as fast the ops of 16 bits make it already, by the same rates.
+        findings: the causes of a slow step, the most expensive first; ``evidence["ms"]`` is what its fix alone brings.
+        ceiling: the factor by which 16 bits can still speed up the step, by Amdahl and by roofline.
+        have: the factor by which ops of 16 bits speed it up already, by the same rates.
         steps: the number of steps.
         ops: rows of op, dtype, sizes, kind, calls of a step and its milliseconds, the longest first.
-        about: what was measured, and what the trace lacks.
+        about: the device, and facts that the trace lacks.
     """
 
     total_ms: float
@@ -126,9 +126,9 @@ def profile_of(trace: Trace, machine: Machine, settings: Settings, about: str) -
 
 
 def _sixteen(account: Account) -> tuple[float, float]:
-    """The microseconds that 16 bits can still save, and those that they save already.
+    """The microseconds that 16 bits can still save, and the time that they save already.
 
-    Casts can go as a whole. A product gains what the rates or the bytes allow, whichever is more; an op by element
+    Casts can go as a whole. A product gains what the rates or the bytes allow, the larger of the two; an op by element
     gains by its bytes. That is a bound: it is not below what is reached. The steps of optimizers stay in float32.
     """
     saved = spent = 0.0

@@ -12,9 +12,6 @@ from typing import Any
 
 import click
 
-from ..amp import auto_cast
-from .run import of_run
-
 __all__ = ["make_command"]
 
 
@@ -42,6 +39,9 @@ def make_command(script_of: Any, options: Callable[[Any], Any], context_settings
 
 
 def _profile(script: Any, level: str | None, html: Path | None) -> None:
+    from ..amp import auto_cast
+    from .run import of_run
+
     with ExitStack() as stack:
         stack.enter_context(script.prepared("profile"))
         if level is not None:

@@ -1,4 +1,4 @@
-"""What a machine can do: its rate of products in each dtype and its bandwidth, measured or from a table of chips."""
+"""The rates of a machine: its rate of products in each dtype and its bandwidth, measured or from a table of chips."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Machine:
     """Rates of a device.
 
     Attributes:
-        name: what it is.
+        name: the name of the device.
         flops: the floating-point operations a second of a product in each dtype; "tf32" for float32 on units.
         bandwidth: the bytes a second.
-        source: where the numbers come from.
+        source: the source of the numbers.
         lacks: the 16-bit dtypes for whose products it has no units.
     """
 
@@ -42,7 +42,7 @@ class Machine:
         return 1e3 * max(flops / rate, moved / self.bandwidth)
 
     def gain(self, dtype: str, other: str) -> float:
-        """How many times as fast a product in ``other`` is as one in ``dtype``."""
+        """Return the factor by which a product in ``other`` is faster than one in ``dtype``."""
         return self.flops.get(other, self.flops["float32"]) / self.flops.get(dtype, self.flops["float32"])
 
 

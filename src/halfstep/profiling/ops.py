@@ -1,4 +1,4 @@
-"""What a call of an op is: its kind, its floating-point operations and its bytes, from its name, dtypes and shapes."""
+"""Descriptions of calls of ops: kind, floating-point operations and bytes, from name, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Product:
         n: the columns.
         k: the length of the sums.
         what: "product", "convolution", "attention" or "experts".
-        text: its shape in words.
+        text: the shape in words.
         aligned: the sizes that lie side by side in memory: they should fill 16 bytes.
-        times: how many products of this size it has, such as the two of attention.
+        times: the number of products of this size, such as the two of attention.
     """
 
     batch: int
@@ -81,7 +81,7 @@ class Work:
         dtype: the dtype that it reads; "" if unknown.
         count: the largest number of elements that it reads.
         bytes: the bytes that it reads and writes.
-        product: its sizes, if it is a product with known shapes.
+        product: the sizes, if it is a product with known shapes.
         zeroes: True if it sets gradients to zero outside of a backward pass.
         whole: the call of which it is a part: several kernels may do one product.
     """
@@ -184,12 +184,10 @@ def _count(dims: Any) -> int:
 
 def _product(call: Call) -> Product | None:
     shapes = [dims for dims in call.dims if isinstance(dims, list) and dims and not isinstance(dims[0], list)]
-    if len(shapes) < 2:
-        return None
     name = _short(call.name)
-    if "attention" in name:
+    if len(shapes) > 1 and "attention" in name:
         return _attention(name, shapes)
-    if "moe" in name:
+    if len(shapes) > 1 and "moe" in name:
         return _experts(shapes)
     if "convolution" in name or name.startswith("conv"):
         return _convolution(call, shapes)

@@ -1,4 +1,4 @@
-"""Why a step is slow: a function for each cause, which prices it in milliseconds; the table of them is at the end.
+"""Causes of a slow step: a function for each cause, which prices it in milliseconds; the table of them is at the end.
 
 The prices do not add up: two causes may claim the same time. Each says what its fix alone would bring.
 """
@@ -25,7 +25,7 @@ _REACHED = 0.8  # of a chip's rate, by good kernels on good shapes
 
 
 class Cause(NamedTuple):
-    """What a rule has found.
+    """A cause that a rule has found.
 
     Attributes:
         us: the microseconds of all steps that its fix would bring.
@@ -38,7 +38,7 @@ class Cause(NamedTuple):
     us: float
     where: str
     message: str
-    evidence: Mapping[str, Any] = {}
+    evidence: Mapping[str, Any] | None = None
     fix: str = ""
 
 
@@ -51,7 +51,7 @@ def apply(account: Account) -> list[Finding]:
                 continue
             ms, share = account.ms(cause.us), cause.us / account.total
             severity = "warning" if share >= 0.1 else "note"
-            evidence = {"ms": ms, "share": share, **cause.evidence}
+            evidence = {"ms": ms, "share": share, **(cause.evidence or {})}
             message = f"{ms:.3g} ms of a step: {cause.message}"
             found.append(Finding(code, severity, cause.where, message, evidence, cause.fix or fix))  # type: ignore[arg-type]
     return sorted(found, key=lambda each: -each.evidence["ms"])

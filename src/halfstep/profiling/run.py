@@ -45,11 +45,11 @@ def profile(
 
     Args:
         step: a function without arguments that runs one training step.
-        model: its model, or None; its weights are looked at for denormal numbers.
-        optimizer: its optimizer, a list of them, or None.
+        model: the model, or None; its weights are looked at for denormal numbers.
+        optimizer: the optimizer, a list of them, or None.
         warmup: the steps before the profiled ones.
         steps: the profiled steps.
-        device: where it runs; None for the device of the model, or of this machine.
+        device: the device; None for the device of the model, or of this machine.
 
     Raises:
         ArgumentTypeError: for an argument of another type.
@@ -170,7 +170,6 @@ class Recorder:
     def stop(self) -> None:
         """Record no longer."""
         self._unhook()
-        self._step = None
         if self._profiler is not None:
             self._synchronize()
             with suppress(RuntimeError):  # a step that raised may have stopped it

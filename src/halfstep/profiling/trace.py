@@ -44,8 +44,8 @@ class Call:
 
     Attributes:
         name: the name of the op.
-        start: its start in microseconds.
-        end: its end.
+        start: the start in microseconds.
+        end: the end.
         dims: the sizes of its arguments; [] for arguments that are no tensors.
         dtypes: the dtypes of its arguments; "" for what is not floating point.
         strides: the strides of its arguments.
@@ -78,8 +78,8 @@ class Piece:
     """An interval in which the device works for one call: a kernel, or on a CPU the time of an op itself.
 
     Attributes:
-        start: its start in microseconds.
-        end: its end.
+        start: the start in microseconds.
+        end: the end.
         call: the op; None if it is unknown.
         name: the name of the kernel; "" on a CPU.
     """
@@ -97,7 +97,7 @@ class Piece:
 
 @dataclass(eq=False)
 class Trace:
-    """What a trace says.
+    """The contents of a trace.
 
     Attributes:
         calls: the calls of ops, in the order of their start.
@@ -124,8 +124,8 @@ class Trace:
     @property
     def window(self) -> Interval:
         """The time that is accounted: on a GPU from its first kernel to its last, on a CPU the steps."""
-        parts: Iterable[Any] = self.pieces if self.on_gpu else [m for m in self.marks if m.name == STEP]
-        parts = list(parts) or self.calls
+        parts: Sequence[Any] = self.pieces or self.calls
+        parts = parts if self.on_gpu else [m for m in self.marks if m.name == STEP] or self.calls
         return min(each.start for each in parts), max(each.end for each in parts)
 
 
