@@ -47,9 +47,10 @@ def _profile(script: Any, level: str | None, html: Path | None) -> None:
         if level is not None:
             stack.enter_context(auto_cast(level == "O1", level="O1", dtype="bfloat16"))
         found = of_run(script.run)
-    name = Path(script.name).name
     if found is None:
-        sys.exit(f"Error: {name} has ended before its fourth step of an optimizer: there is nothing to profile.")
+        sys.exit(
+            f"Error: {Path(script.name).name} has ended before its fourth step of an optimizer: nothing to profile."
+        )
     if html is not None:
         found.report(html, shlex.join(script.line("profile", f"--html={html}")))
     click.echo(str(found))

@@ -105,7 +105,7 @@ def machine_of(device: torch.device, threads: int) -> Machine:
         if dtype is torch.float32 or has_units(device, dtype, "product"):
             a = torch.ones(size, size, device=device, dtype=dtype)
             flops[name] = 2.0 * size**3 / _seconds(functools.partial(torch.mm, a, a), device)
-    x = torch.ones(4 << 20 if device.type == "cpu" else 64 << 20, device=device)
+    x = torch.ones(4 << 20 if device.type == "cpu" else 64 << 20, device=device, dtype=torch.float32)
     bandwidth = 2.0 * x.nbytes / _seconds(functools.partial(torch.clone, x), device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type.upper()}, {threads} threads"
     lacks = tuple(half for half in ("bfloat16", "float16") if half not in flops)
@@ -114,7 +114,7 @@ def machine_of(device: torch.device, threads: int) -> Machine:
 
 def thread_cost(threads: int) -> float:
     """Measure how many times as long small ops take with this many threads as with one for each core."""
-    a = torch.ones(384, 384)
+    a = torch.ones(384, 384, device="cpu", dtype=torch.float32)
     measured = {}
     for count in (threads, cores()):
         torch.set_num_threads(count)
@@ -126,7 +126,8 @@ def thread_cost(threads: int) -> float:
 @functools.cache
 def denormal_cost() -> tuple[float, float]:
     """Measure how many times as long a product and a sum of denormal numbers take as of others."""
-    low, one = torch.full((256, 256), 1e-40), torch.ones(256, 256)
+    one = torch.ones(256, 256, device="cpu", dtype=torch.float32)
+    low = torch.full_like(one, 1e-40)
     times = [[_seconds(functools.partial(op, x, one), x.device) for x in (low, one)] for op in (torch.mm, torch.mul)]
     return times[0][0] / times[0][1], times[1][0] / times[1][1]
 
