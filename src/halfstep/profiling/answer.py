@@ -17,8 +17,7 @@ from .trace import Trace, read_trace
 
 __all__ = ["Profile", "profile_of"]
 
-_MOST_LINES = 30
-_MOST_ROWS = 30
+_MOST_LINES = _MOST_ROWS = 30
 
 
 @dataclass(frozen=True)

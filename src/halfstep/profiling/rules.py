@@ -19,8 +19,7 @@ from .trace import covered, minus, overlap, union
 __all__ = ["RULES", "apply"]
 
 _LEAST = 0.03  # of a step: less is not worth a line
-_SMALL = 30.0  # microseconds: an op of a CPU that takes less is mostly its call
-_CALL = 40.0  # microseconds: the most that a call of an op costs
+_SMALL, _CALL = 30.0, 40.0  # microseconds: an op below the first is mostly its call, of at most the second
 _REACHED = 0.8  # of a chip's rate, by good kernels on good shapes
 
 
