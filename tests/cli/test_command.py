@@ -91,10 +91,7 @@ REFUSED = [
     (["doctor", "--jsn", "{here}/train.py"], "--json"),
     (["dmo"], "No such command 'dmo'. Did you mean `halfstep demo`?"),
     (["train.py"], "No such command 'train.py'. Did you mean `halfstep run train.py`?"),
-    (
-        ["qqq"],
-        "No such command 'qqq'. There are demo, run, compare, parity, migrate, oplists, memory, doctor, profile.",
-    ),
+    (["qqq"], "No such command 'qqq'. There are demo, run, compare, parity, migrate, oplists, memory, doctor"),
     (["migrate", "{here}/rows.jsonl"], "{here}/rows.jsonl is no Python file; name files that end in .py"),
     (["run", "-m", "no_such_module"], "No module named no_such_module"),
     (["run", "--opt-level", "O9", "{here}/train.py"], "O9"),
