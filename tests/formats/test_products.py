@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import amp, optimizers
@@ -204,6 +205,40 @@ def test_a_second_derivative_is_refused_and_not_wrong() -> None:
     (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_tensorwise"])
+def test_an_evaluation_in_inference_mode_leaves_nothing_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came before the first step of training, or has the larger batches."""
+    from halfstep.formats import products
+
+    monkeypatch.setattr(products, "_scratch", products._Scratch())
+    layer, x = layer_with(name).bfloat16(), torch.randn(TOKENS, INPUTS, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        evaluated = layer(x)
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(y, evaluated)
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("where", ["FakeTensorMode", "meta"])
+def test_tensors_without_numbers_have_shapes(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfstep.formats import products
+
+    monkeypatch.setattr(products, "_scratch", products._Scratch())
+    products._hadamard.cache_clear()
+    with FakeTensorMode() if where == "FakeTensorMode" else torch.device("meta"):
+        layer, x = layer_with(name), torch.randn(TOKENS, INPUTS, requires_grad=True)
+        y = layer(x)
+        y.sum().backward()
+        rounding = round_to(x, "nvfp4,rounding=stochastic")
+    assert y.shape == (TOKENS, OUTPUTS)
+    assert x.grad is not None
+    assert x.grad.shape == x.shape == rounding.shape
+    real = run(layer_with(name), torch.randn(TOKENS, INPUTS), torch.randn(TOKENS, OUTPUTS))  # no buffer is a fake
+    assert all(type(each) is torch.Tensor and each.isfinite().all() for each in real)
 
 
 # ---- overflows

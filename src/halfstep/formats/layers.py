@@ -192,7 +192,9 @@ def result_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
         return x.dtype
     if listed is not None and device in listed[2] and (torch.compiler.is_compiling() or thread.mode.casts(x)):
         return listed[1] if listed[0] == "half" else torch.float32
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # not on the meta device
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
 
 
 @functools.lru_cache(maxsize=64)

@@ -40,7 +40,8 @@ class _Scratch(threading.local):
         """An fp32 tensor of a shape, whose numbers the next operand at this place overwrites."""
         size = shape.numel()
         if self.buffers[at].numel() < size:
-            self.buffers[at] = torch.empty(size, dtype=torch.float32, device="cpu")
+            with torch.inference_mode(False):  # nobody may write to an inference tensor once that mode has ended
+                self.buffers[at] = torch.empty(size, dtype=torch.float32, device="cpu")
         return self.buffers[at][:size].view(shape)
 
 
@@ -195,8 +196,12 @@ def _run(
     places: tuple[str, str] = ("", ""),
     amax: Amax | None = None,
 ) -> Tensor:
-    """``_product``, as one op where a compiler looks, and with delayed scales where there is an ``Amax``."""
-    if torch.compiler.is_compiling():
+    """``_product``, as one op where a compiler looks, and with delayed scales where there is an ``Amax``.
+
+    Tensors without numbers (on the meta device, or in a ``FakeTensorMode``) also go through the op, which has their
+    shapes; no buffer is made of one.
+    """
+    if torch.compiler.is_compiling() or torch_compat.is_fake(a):
         op: Any = torch.ops.halfstep.format_product
         return op(a, b, dim_a, dim_b, formats, dtype, hadamard, bias)  # type: ignore[no-any-return]
     pair, device = _pair(formats), a.device.type

@@ -6,6 +6,7 @@ import torch
 
 from ..core.checks import check_kind
 from ..core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
+from ..core.torch_compat import is_fake
 from ..kernels.launch import backend_for
 from .elements import values
 from .format import Format
@@ -45,7 +46,7 @@ def quantize(
     _check(tensor, format, dim)
     blocks = _blocked(tensor, format, dim).float()
     stored, inverse, _, of_tensor = _scales(blocks, format, None)
-    rounded = _rounded(blocks, inverse, tensor, format, dim, _seed(format, generator))
+    rounded = _rounded(blocks, inverse, tensor, format, dim, _seed(format, tensor, generator))
     codes = _restored(_encode(rounded, format), format, tensor.shape, dim)
     plain = _squeezed(stored, format, dim)
     return codes, plain if of_tensor is None else (plain, of_tensor)
@@ -125,8 +126,8 @@ def round_to(
             f"out= must have the shape and the dtype of the tensor, {tuple(tensor.shape)} and {tensor.dtype}, not "
             f"{tuple(out.shape)} and {out.dtype}."
         )
-    seed = _seed(format, generator)
-    if tensor.numel() and backend_for(tensor.device) == "compiled":
+    seed = _seed(format, tensor, generator)
+    if tensor.numel() and backend_for(tensor.device) == "compiled" and not is_fake(tensor):
         from . import compiled
 
         source = tensor.contiguous()
@@ -272,8 +273,8 @@ def _scales(
     return *block_scales(largest.contiguous(), format, of_tensor), of_tensor
 
 
-def _seed(format: Format, generator: torch.Generator | None) -> int:
-    if format.rounding != "stochastic":
+def _seed(format: Format, tensor: torch.Tensor, generator: torch.Generator | None) -> int:
+    if format.rounding != "stochastic" or is_fake(tensor):
         return 0
     return int(torch.randint(2**31, (), generator=generator, device=generator.device if generator else "cpu"))
 
