@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from halfstep.cli.machine import describe_machine
-from halfstep.pages import element, facts, header, made_by, note, section, table, write_page
+from halfstep.diagnostics.pages import element, facts, header, made_by, note, section, table, write_page
 
 NO_TESTS = 5  # pytest's exit status if it found no tests to run
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfstep import amp
-from halfstep.numerics import Monitor, compare_step, op_table
+from halfstep.diagnostics.numerics import compare_step, op_table
+from halfstep.numerics import Monitor
 
 from .harness import Contender, add_common_arguments, interleave, pick_device, table, write_json
 

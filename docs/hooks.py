@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from halfstep.findings.memory import MemoryLine, lines
+from halfstep.diagnostics.findings.memory import MemoryLine, lines
 from halfstep.oplists import RULES, entries
 
 

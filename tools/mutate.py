@@ -1,6 +1,6 @@
 """Mutation testing: change one small thing in the sources, and see whether a test fails.
 
-    python tools/mutate.py src/halfstep/gradients/unscale.py --tests tests/gradients --sample 60
+    python tools/mutate.py src/halfstep/parameters/unscale.py --tests tests/parameters --sample 60
 
 The tests run once with a tracer that notes which of them execute which lines of the given files. Then each mutant is
 written into a scratch copy of the project, and the tests that reach its line run there until one fails. A mutant that

@@ -14,6 +14,7 @@ from .core.names_above import NAMES_ABOVE
 if TYPE_CHECKING:
     from . import amp as amp
     from . import numerics as numerics
+    from .amp.train_step import TrainStep as TrainStep
     from .core.errors import HalfstepError as HalfstepError
     from .core.loss_scale import DynamicLossScale as DynamicLossScale
     from .core.loss_scale import StaticLossScale as StaticLossScale
@@ -21,17 +22,16 @@ if TYPE_CHECKING:
     from .core.policy import Policy as Policy
     from .diagnosis import Diagnosis as Diagnosis
     from .diagnosis import diagnose as diagnose
-    from .findings import Finding as Finding
-    from .findings import check as check
-    from .findings import watch as watch
-    from .findings.memory import memory as memory
-    from .model import Model as Model
+    from .diagnostics.findings import Finding as Finding
+    from .diagnostics.findings import check as check
+    from .diagnostics.findings import watch as watch
+    from .diagnostics.findings.memory import memory as memory
+    from .paddle.model import Model as Model
     from .profiling import Profile as Profile
     from .profiling import profile as profile
     from .searching import Guard as Guard
     from .searching import SearchResult as SearchResult
     from .searching import search as search
-    from .train_step import TrainStep as TrainStep
 
 __all__ = [
     "Diagnosis",
@@ -60,20 +60,20 @@ __all__ = [
 # Imported when asked for: `halfstep --help` needs no torch, and a script needs few of the modules.
 _HOMES = {
     "HalfstepError": "core.errors",
-    "Model": "model",
+    "Model": "paddle.model",
     "OpLists": "core.oplists",
     "Policy": "core.policy",
-    "TrainStep": "train_step",
+    "TrainStep": "amp.train_step",
     **dict.fromkeys(("DynamicLossScale", "StaticLossScale"), "core.loss_scale"),
-    **dict.fromkeys(("Finding", "check", "watch"), "findings"),
+    **dict.fromkeys(("Finding", "check", "watch"), "diagnostics.findings"),
     **dict.fromkeys(("Guard", "SearchResult", "search"), "searching"),
     **dict.fromkeys(("Diagnosis", "diagnose"), "diagnosis"),
     **dict.fromkeys(("Profile", "profile"), "profiling"),
-    "memory": "findings.memory",
+    "memory": "diagnostics.findings.memory",
 }
 _MODULES = (
     *("amp", "apex", "formats", "fp16_utils", "integrations", "kernels", "metrics", "model", "multi_tensor"),
-    *("numerics", "oplists", "optimizers", "parallel", "profiling", "scaling", "static"),
+    *("numerics", "oplists", "optimizers", "parallel", "scaling", "static"),
 )
 _OF_AMP = (
     *("GradScaler", "auto_cast", "autocast", "decorate", "init", "initialize", "load_state_dict", "master_params"),

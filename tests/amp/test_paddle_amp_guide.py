@@ -2,7 +2,7 @@
 
 The guide is "Automatic Mixed Precision Training (AMP)",
 https://www.paddlepaddle.org.cn/documentation/docs/en/guides/performance_improving/amp_en.html; its section
-3.2 is in ``graph/test_paddle_static_guide.py``.
+3.2 is in ``casting/graph/test_paddle_static_guide.py``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from halfstep import amp
 from halfstep.core.errors import HalfstepError
-from halfstep.gradients.held_masters import master_of
+from halfstep.parameters.held_masters import master_of
 from tests.support.apex_recording import batch, golden, net
 from tests.support.worlds import scaled_backward, with_optimizer
 

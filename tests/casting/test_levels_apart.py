@@ -24,8 +24,8 @@ from halfstep.casting import dynamo, rules
 from halfstep.casting.current import leave_traced, thread
 from halfstep.casting.dispatch import function_modes
 from halfstep.casting.scope import NO_CASTING, OpCasting, leave, session_casting
-from halfstep.core.compiler_compat import tracer_follows_autocast
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
+from halfstep.torch_internals.compiler_compat import tracer_follows_autocast
 from tests.support.worlds import BF16, FP16, FP32, advance, in_a_thread, read_back, scaled_step
 
 HALVES = [BF16, FP16]

@@ -20,7 +20,7 @@ from halfstep.casting.containers import cast_tree, map_tensors, tensors_in
 from halfstep.casting.modules import ModuleHooks, add_hooks, cast_module, device_types, has_casting, remove_hooks
 from halfstep.casting.scope import OpCasting, begin_session, deactivate, end_session, moved_to, session_casting
 from halfstep.core.errors import UsageError
-from halfstep.gradients import held_masters
+from halfstep.parameters import held_masters
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

@@ -8,12 +8,12 @@ import torch
 from torch import fx
 
 from halfstep.casting import current
+from halfstep.casting.graph.cast_pass import cast_graph
+from halfstep.casting.graph.emulated_products import canonical_name
 from halfstep.casting.scope import OpCasting
 from halfstep.core.oplists import OpLists
 from halfstep.core.oplists.dtypes import ANY, FLOAT, HALF, dtypes, refused_row
 from halfstep.core.oplists.tables import OPS
-from halfstep.graph.cast_pass import cast_graph
-from halfstep.graph.emulated_products import canonical_name
 from tests.casting.test_listed_ops import HAS_FP32_WEIGHTS, NO_CALL, TRUTH_VALUES, call_of, kinds, slots
 
 DTYPES = {HALF: torch.bfloat16, FLOAT: torch.float32}

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from halfstep import OpLists, amp
 from halfstep.casting import wide
-from halfstep.graph.cast_pass import cast_graph
+from halfstep.casting.graph.cast_pass import cast_graph
 from tests.support.fake_cuda import fake_cuda
 
 NAMES = ["linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"]

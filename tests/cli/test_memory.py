@@ -10,7 +10,7 @@ for needed in ("click", "rich"):
 from click.testing import CliRunner
 
 from halfstep.cli.app import app
-from halfstep.findings.memory import OPTIMIZERS
+from halfstep.diagnostics.findings.memory import OPTIMIZERS
 
 
 def run(*arguments: str, exit_code: int = 0) -> str:

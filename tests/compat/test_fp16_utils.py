@@ -27,7 +27,7 @@ from halfstep.fp16_utils import (
     to_python_float,
     tofp16,
 )
-from tests.gradients.test_loss_scale import PATTERNS
+from tests.parameters.test_loss_scale import PATTERNS
 from tests.support.apex_recording import assert_near, batch, golden, grid, net
 
 FACTS = golden("apex_fp16_utils")

@@ -157,8 +157,8 @@ def test_this_gpu_agrees_with_torch() -> None:
         ("gpu:3", ArgumentValueError, r"device='gpu:3' is not there"),
         (1, ArgumentValueError, r"device=1 is not there"),
         ("mps", ArgumentValueError, r"device='mps' is neither CPU nor CUDA"),
-        (True, ArgumentTypeError, r"device must be a torch\.device, .* not True"),
-        (1.0, ArgumentTypeError, r"device must be a torch\.device, .* not 1\.0"),
+        (True, ArgumentTypeError, r"device=True must be a torch\.device"),
+        (1.0, ArgumentTypeError, r"device=1\.0 must be a torch\.device"),
     ],
 )
 def test_unknown_devices(pretend_gpus: PretendGPUs, device: Any, error: type[Exception], message: str) -> None:

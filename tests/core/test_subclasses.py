@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from halfstep import amp
-from halfstep.core.subclasses import Mixin, subclass_with, superclass_of
+from halfstep.torch_internals.subclasses import Mixin, subclass_with, superclass_of
 from tests.support.worlds import scaled_step
 
 

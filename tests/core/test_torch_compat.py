@@ -1,5 +1,4 @@
-"""Torch's private names are used in ``core/torch_compat.py`` and ``core/compiler_compat.py`` only: a new torch is
-checked there.
+"""Torch's private names are used in ``torch_internals`` only: a new torch is checked there.
 
 That is: private names in what is imported from torch, and private attributes that the sources do not define themselves,
 as ``x._name`` or by ``getattr``.
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 SOURCES = Path(__file__).parents[2] / "src" / "halfstep"
-HOMES = (SOURCES / "core" / "torch_compat.py", SOURCES / "core" / "compiler_compat.py")
+HOMES = tuple(SOURCES / "torch_internals" / name for name in ("torch_compat.py", "compiler_compat.py"))
 FILES = sorted(SOURCES.rglob("*.py"))
 
 ALLOWED = {

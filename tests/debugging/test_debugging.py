@@ -21,7 +21,7 @@ from halfstep import amp, numerics
 from halfstep.amp import debugging
 from halfstep.amp.debugging import DebugMode, TensorCheckerConfig
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
-from halfstep.core.torch_compat import dispatch_mode_count
+from halfstep.torch_internals.torch_compat import dispatch_mode_count
 from tests.support.apex_recording import golden
 
 FACTS = golden("paddle_debugging")

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from halfstep import optimizers
-from halfstep.core.torch_compat import HAS_GRAD_DTYPE
 from halfstep.kernels.storage import join
+from halfstep.torch_internals.torch_compat import HAS_GRAD_DTYPE
 from tests.distributed.test_fsdp import make, net, some_steps, whole
 from tests.support.processes import Ranks
 from tests.support.python import python

@@ -13,14 +13,14 @@ from torch import nn
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.core.loss_scale import DynamicLossScale
-from halfstep.distributed import ddp_sync, flat_buckets
-from halfstep.distributed.ddp_hook import DDPHook
-from halfstep.distributed.ddp_sync import BackwardRecord, RankSync, share_overflow
-from halfstep.gradients.loss_scaler import DeviceLossScaler
-from halfstep.gradients.table import Slot, record_of
-from halfstep.masters.keeper import MasterKeeper
+from halfstep.parameters.keeper import MasterKeeper
+from halfstep.parameters.loss_scaler import DeviceLossScaler
+from halfstep.parameters.table import Slot, record_of
 from halfstep.stepping.attached import attach
 from halfstep.stepping.backward import any_overflow
+from halfstep.stepping.ranks import ddp_sync, flat_buckets
+from halfstep.stepping.ranks.ddp_hook import DDPHook
+from halfstep.stepping.ranks.ddp_sync import BackwardRecord, RankSync, share_overflow
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -34,13 +34,14 @@ BUDGETS = {  # calls, files, returns
 
 GROUPS = {  # rooms, of which each change may take lines from one to another
     "engine and amp": (
-        *("core", "kernels", "casting", "gradients", "masters", "optimizers", "stepping", "distributed", "amp"),
+        *("torch_internals", "core", "kernels", "parameters", "casting", "optimizers", "stepping", "amp"),
     ),
     "compat": ("compat",),
-    "observers": ("observe", "numerics", "findings", "debugging", "pages"),
+    "diagnostics": ("diagnostics",),
+    "paddle": ("paddle",),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_005, "compat": 4_442, "observers": 4_252}
-ALL_CODE_LINES = 23_109
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_986, "compat": 3_482, "diagnostics": 4_245, "paddle": 1_458}
+ALL_CODE_LINES = 23_100
 FEATURES = {"diagnosis": (484, 550), "formats": (1_500, 1_300), "searching": (900, 700)}
 FEATURES |= {"profiling": (1_100, 900), "parity": (500, 450)}
 """Lines of code of a room and of its tests. The budgets of all sources and all tests leave them out (issue 48)."""
@@ -63,10 +64,6 @@ def above_walk(name: str, found: Sequence[int], budget: Sequence[int]) -> str:
     return above(f"The walk {name!r}", found, budget, ("calls", "files", "returns"), advice)
 
 
-def test_every_walk_has_a_budget() -> None:
-    assert list(BUDGETS) == list(WALKS)
-
-
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[int]]:
     """Calls, files and returns of each walk, in a process of its own: a model in a wrapper for ranks adds to all."""
@@ -77,7 +74,7 @@ def found() -> dict[str, list[int]]:
 
 
 @pytest.mark.skipif(backend_for("cpu") != "compiled", reason="needs the compiled kernels: other backends call others")
-@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize("name", WALKS)
 def test_a_walk_is_within_its_budget(name: str, found: dict[str, list[int]]) -> None:
     assert not (message := above_walk(name, found[name], BUDGETS[name])), message
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import halfstep
 from halfstep import amp, fp16_utils, numerics, optimizers, parallel, static
-from halfstep.core.torch_compat import HAS_GRAD_DTYPE
+from halfstep.torch_internals.torch_compat import HAS_GRAD_DTYPE
 from tests.support.backends import needs_compiler
 from tests.support.design_tables import differences
 from tests.support.marks import Mark, came, marks, on_module

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from halfstep.core.torch_compat import HAS_GRAD_DTYPE
+from halfstep.torch_internals.torch_compat import HAS_GRAD_DTYPE
 from tests.support import torch_scan
 from tests.support.design_tables import differences, rows_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.findings import rules_of_model
+from halfstep.diagnostics.findings import rules_of_model
 
 
 @pytest.fixture(autouse=True)

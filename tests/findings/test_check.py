@@ -13,7 +13,7 @@ from torch import nn
 import halfstep
 from halfstep import Finding, amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
-from halfstep.findings.finding import grouped, share
+from halfstep.diagnostics.findings.finding import grouped, share
 from tests.support.worlds import scaled_step, with_optimizer
 
 HALVES = [torch.float16, torch.bfloat16]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError
-from halfstep.findings.memory import OPTIMIZERS, MemoryLine, lines
+from halfstep.diagnostics.findings.memory import OPTIMIZERS, MemoryLine, lines
 from tests.support.backends import skip_without_compiler
 from tests.support.worlds import scaled_backward, step_and_clear, with_optimizer
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import halfstep
 from halfstep import optimizers
-from halfstep.findings.facts import Facts
-from halfstep.observe.samples import MOST_TENSORS, draw, sample, samples_in
+from halfstep.diagnostics.findings.facts import Facts
+from halfstep.diagnostics.observe.samples import MOST_TENSORS, draw, sample, samples_in
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -12,8 +12,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfstep
 from halfstep import Finding, amp, optimizers
-from halfstep.findings import rules_of_model
-from halfstep.findings.checking import RULES
+from halfstep.diagnostics.findings import rules_of_model
+from halfstep.diagnostics.findings.checking import RULES
 from tests.support.worlds import Applies, step_and_clear, with_optimizer
 
 HALVES = [torch.float16, torch.bfloat16]

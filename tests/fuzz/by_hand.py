@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep.core.torch_compat import HAS_GRAD_DTYPE
 from halfstep.kernels.storage import join, round_half_away, split
+from halfstep.torch_internals.torch_compat import HAS_GRAD_DTYPE
 
 __all__ = ["ByHand", "Net"]
 

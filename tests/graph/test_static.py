@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.graph import Block, SimpleNet
 from halfstep import HalfstepError, amp, optimizers, static
+from halfstep.casting.graph.cast_pass import cast_graph
+from halfstep.casting.graph.min_cut import fewest_casts
 from halfstep.core.hardware import has_units
 from halfstep.core.oplists import OpLists
-from halfstep.graph.cast_pass import cast_graph
-from halfstep.graph.min_cut import fewest_casts
 from tests.support.worlds import unscaled_step
 
 BF16, HALF = torch.bfloat16, torch.float16

@@ -122,7 +122,7 @@ def test_an_adapter_is_thin_and_uses_public_names_of_the_engine(path: Path) -> N
     assert path.stem == "recipe" or code_lines(text) < 100
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.level == 2]
     engine = {f"{node.module or ''}.{alias.name}".lstrip(".") for node in imports for alias in node.names}
-    public = {"amp", "optimizers", "findings.check", "core.policy.Policy", "model.Callback"}
+    public = {"amp", "optimizers", "diagnostics.findings.check", "core.policy.Policy", "paddle.model.Callback"}
     # Facts, checks and errors have no state; everything else is what users have too.
     stateless = ("core.checks.", "core.errors.", "core.dtypes.", "core.oplists.")
     assert {name for name in engine if not name.startswith(stateless)} <= public

@@ -18,7 +18,7 @@ import halfstep
 from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError
 from halfstep.model import Callback
-from halfstep.model.configs import read_configs
+from halfstep.paddle.model.configs import read_configs
 from tests.support import digits as sklearn_digits
 from tests.support.worlds import step_and_clear, with_optimizer
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from halfstep import Finding, amp
+from halfstep.diagnostics.numerics.alarms import findings_in
 from halfstep.numerics import Monitor, Row, load_rows, save_rows, write_report
-from halfstep.numerics.alarms import findings_in
 from tests.numerics.models import MODELS
 from tests.support.worlds import advance, unscaled_step, with_optimizer
 

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep import amp, numerics
 from halfstep.casting.current import thread
+from halfstep.diagnostics.observe.ops import OpCall
+from halfstep.diagnostics.observe.watch import CallWatch
 from halfstep.numerics import OpTable
-from halfstep.observe.ops import OpCall
-from halfstep.observe.watch import CallWatch
 from tests.support.processes import Ranks
 from tests.support.worlds import scaled_step, with_optimizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from halfstep.observe.reading import Reading
+from halfstep.diagnostics.observe.reading import Reading
 
 
 def test_tensors_of_several_shapes_and_dtypes_come_back() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from halfstep.core.errors import ArgumentValueError
+from halfstep.diagnostics.numerics.overview import grids, tensors_of
 from halfstep.numerics import Row, write_report
-from halfstep.numerics.overview import grids, tensors_of
 
 
 def exponents_of(values: torch.Tensor) -> dict[int, int]:

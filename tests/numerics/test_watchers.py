@@ -14,9 +14,9 @@ from torch.optim import optimizer as torch_optimizer
 
 import halfstep
 from halfstep import amp, numerics
-from halfstep.core.torch_compat import dispatch_mode_count
-from halfstep.observe.reading import Reading
+from halfstep.diagnostics.observe.reading import Reading
 from halfstep.stepping.attached import observers
+from halfstep.torch_internals.torch_compat import dispatch_mode_count
 
 Step = Callable[[], object]
 Watcher = Callable[[nn.Module, Any, Step], object]

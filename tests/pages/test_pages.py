@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.pages import (
+from halfstep.diagnostics.pages import (
     Line,
     dense_table,
     element,

@@ -21,7 +21,7 @@ from halfstep.core.errors import UsageError
 from tests.support.worlds import scaled_backward, step_and_clear
 
 _ROOT = str(Path(halfstep.__file__).parent)
-_ROOMS = tuple(f"{_ROOT}/{room}/" for room in ("amp", "stepping", "gradients", "masters", "optimizers", "distributed"))
+_ROOMS = tuple(f"{_ROOT}/{room}/" for room in ("amp", "stepping", "parameters", "optimizers"))
 
 
 class Interrupter:
@@ -266,7 +266,7 @@ def check_step(world: tuple[str, torch.dtype, str], after: str, every: int, file
 
 @pytest.mark.parametrize("after", ["zero_grad", "step"])
 def test_masters_leave_the_optimizer_after_an_interrupted_step(after: str) -> None:
-    check_step(("O2", torch.float16, "RMSprop"), after, every=3, files=(f"{_ROOT}/masters/",))
+    check_step(("O2", torch.float16, "RMSprop"), after, every=3, files=(f"{_ROOT}/parameters/",))
 
 
 @pytest.mark.costly

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from halfstep import amp, kernels, optimizers, scaling
-from halfstep.gradients import async_reader as late
+from halfstep.parameters import async_reader as late
 from tests.support.device_work import record_launches
 from tests.support.fake_cuda import READS_THE_HOST, fake_cuda
 from tests.support.worlds import step_and_clear

@@ -294,7 +294,7 @@ def test_only_the_first_steps_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(10):
         backward(model, optimizer)
         optimizer.step()
-    monkeypatch.setattr("halfstep.masters.outside_writes.Snapshot", pytest.fail)
+    monkeypatch.setattr("halfstep.parameters.outside_writes.Snapshot", pytest.fail)
     for _ in range(4):
         backward(model, optimizer)
         optimizer.step()

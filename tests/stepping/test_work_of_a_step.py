@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from halfstep import amp, kernels, optimizers
-from halfstep.gradients import async_reader
+from halfstep.parameters import async_reader
 from tests.support.device_work import DeviceWork, record_launches
 from tests.support.fake_cuda import READS_THE_HOST, fake_cuda
 from tests.support.worlds import BF16

@@ -16,15 +16,15 @@ from torch._C import DisableTorchFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from halfstep.gradients import async_reader, loss_scaler
 from halfstep.kernels.backends.cpp import CppLauncher
+from halfstep.parameters import async_reader, loss_scaler
 
 READS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero")
 recording: list[Tape] = []
 
 
 class Tape:
-    """Has the methods of ``halfstep.train_step.recording.CudaGraph``."""
+    """Has the methods of ``halfstep.amp.train_step.recording.CudaGraph``."""
 
     def __init__(self, pool: Any = None) -> None:
         self.pool = pool or object()

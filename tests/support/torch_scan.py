@@ -103,7 +103,7 @@ def main() -> None:
 def use(see: Any) -> None:
     """Train in every way that replaces something, and look meanwhile."""
     from halfstep import amp, static
-    from halfstep.core.compiler_compat import compile_with_autograd
+    from halfstep.torch_internals.compiler_compat import compile_with_autograd
 
     x, y, loss_fn = torch.ones(4, 8), torch.arange(4) % 3, nn.CrossEntropyLoss()
     own_step: Any = type("OwnStep", (torch.optim.SGD,), {"step": torch.optim.SGD.step})

@@ -19,8 +19,8 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from halfstep import TrainStep, amp, optimizers
-from halfstep.core.compiler_compat import compile_with_autograd
-from halfstep.train_step import program
+from halfstep.amp.train_step import program
+from halfstep.torch_internals.compiler_compat import compile_with_autograd
 from tests.support.worlds import BF16, FP16, FP32
 
 pytestmark = [

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import DynamicLossScale, TrainStep, amp, optimizers
+from halfstep.amp.train_step import graphed_steps
 from halfstep.stepping.attached import observers
-from halfstep.train_step import graphed_steps
 from tests.support.backends import skip_without_compiler
 from tests.support.tape import imitation
 from tests.support.worlds import BF16, FP16, FP32, advance, scaled_backward, with_optimizer

@@ -14,7 +14,7 @@ from torch import nn
 import halfstep
 from halfstep import amp, fp16_utils, optimizers, static
 from halfstep.casting.scope import session_casting
-from halfstep.core.torch_compat import module_hooks
+from halfstep.torch_internals.torch_compat import module_hooks
 from tests.support.worlds import with_optimizer
 
 __all__ = ["World", "same", "snapshot"]

@@ -17,12 +17,12 @@ from ..core.errors import PrecisionWarning, UnsafeOpError
 from ..core.hardware import is_bfloat16_supported, is_float16_supported
 from ..core.names_above import NAMES_ABOVE
 from ..core.removed import raise_removed
-from ..masters.model import master_model
 from .auto_cast import auto_cast, autocast
 from .decorate import decorate
 from .give_masters import give_masters, has_masters
 from .grad_scaler import GradScaler
 from .initialize import initialize
+from .master_model import master_model
 from .session import load_state_dict, master_params, scale_loss, state_dict, steps_skipped
 
 __all__ = [

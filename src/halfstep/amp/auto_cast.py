@@ -12,11 +12,11 @@ import torch
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.scope import OpCasting
 from ..core.checks import check_flag, is_device
-from ..core.compiler_compat import traced_as_constant
 from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.hardware import accelerator, warn_if_slow
 from ..core.oplists import OpLists
+from ..torch_internals.compiler_compat import traced_as_constant
 
 __all__ = ["auto_cast", "autocast"]
 

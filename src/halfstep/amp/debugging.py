@@ -1,4 +1,4 @@
-"""``amp.debugging``, as Paddle calls it: the names of ``halfstep.debugging``."""
+"""``amp.debugging``, as Paddle calls it: the names of ``halfstep.diagnostics.debugging``."""
 
-from ..debugging import *  # noqa: F403
-from ..debugging import __all__ as __all__
+from ..diagnostics.debugging import *  # noqa: F403
+from ..diagnostics.debugging import __all__ as __all__

@@ -15,8 +15,8 @@ from ..core.dtypes import default_half, parse_dtype, parse_half
 from ..core.errors import ArgumentValueError, UsageError
 from ..core.policy import Policy
 from ..core.removed import removed_arguments
-from ..core.torch_compat import InstanceNorm
 from ..stepping.prepare import check, prepare
+from ..torch_internals.torch_compat import InstanceNorm
 from .arguments import (
     Layers,
     ModuleFilter,
@@ -140,7 +140,7 @@ def decorate(
         wide_grads=master_grad,
         fused=fused,
     )
-    from ..findings.checking import log_findings  # imported when asked for
+    from ..diagnostics.findings.checking import log_findings  # imported when asked for
 
     log_findings(model_list, optimizer_list, scaling_is_known=False)
     return returned(models, optimizers)

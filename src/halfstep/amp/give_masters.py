@@ -8,7 +8,7 @@ import torch
 
 from ..core.checks import check_flag
 from ..core.policy import Policy
-from ..gradients.master_registry import keeper_of
+from ..parameters.master_registry import keeper_of
 from ..stepping.attached import attached_to
 from ..stepping.prepare import check, prepare_optimizer
 from .arguments import as_optimizers

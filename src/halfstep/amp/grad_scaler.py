@@ -14,15 +14,15 @@ from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.inner_optimizers import inner_optimizer
 from ..core.loss_scale import DynamicLossScale
-from ..core.torch_compat import OptState
-from ..distributed.ddp_sync import share_overflow
-from ..gradients.unscale import Unscaler
 from ..optimizers.release import release_of
+from ..parameters.unscale import Unscaler
 from ..stepping.attached import AttachedOptimizer, attached_to
 from ..stepping.backward import Subscriber, Window, WindowState, blame, record_pass
 from ..stepping.diagnosis import ClippedGradients
+from ..stepping.ranks.ddp_sync import share_overflow
 from ..stepping.scaled_backward import before_unscaling
 from ..stepping.scaling_checks import say_twice
+from ..torch_internals.torch_compat import OptState
 from .iteration import Iteration, StepResult
 from .scaler_settings import ScalerSettings
 
@@ -37,7 +37,7 @@ class _FirstStep(Subscriber):
 
     def stepped(self, window: Window) -> None:
         window.subscribers.remove(self)
-        from ..findings.checking import log_first_step  # imported when asked for
+        from ..diagnostics.findings.checking import log_first_step  # imported when asked for
 
         log_first_step(self._optimizer())
 

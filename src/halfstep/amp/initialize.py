@@ -210,7 +210,7 @@ def initialize(
     latest.session = session
     if verbosity > 0:
         logger.info("%s", recipe.banner())
-        from ..findings.checking import log_findings  # imported when asked for
+        from ..diagnostics.findings.checking import log_findings  # imported when asked for
 
         log_findings(model_list, optimizer_list, policy)
     return returned(models, optimizers)

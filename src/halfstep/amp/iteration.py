@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..core.errors import UsageError
-from ..core.torch_compat import OptState, new_optimizer_state
 from ..stepping.backward import Window
+from ..torch_internals.torch_compat import OptState, new_optimizer_state
 
 __all__ = ["Iteration", "StepResult"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..core.loss_scale import DynamicLossScale, LossScaleSpec, StaticLossScale, check_loss_scale
-from ..gradients.loss_scaler import DeviceLossScaler
+from ..parameters.loss_scaler import DeviceLossScaler
 from ..stepping.dynamic_class import add_names_of_apex
 
 __all__ = ["LossScaler"]

@@ -12,7 +12,7 @@ from ..core.checks import as_number, check_count, check_flag, check_kind, is_dev
 from ..core.errors import ArgumentValueError
 from ..core.hardware import accelerator
 from ..core.loss_scale import DynamicLossScale, LossScaleSpec, make_loss_scale
-from ..gradients.loss_scaler import DeviceLossScaler
+from ..parameters.loss_scaler import DeviceLossScaler
 
 __all__ = ["ScalerSettings", "check_interval"]
 

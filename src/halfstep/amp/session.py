@@ -19,7 +19,7 @@ import torch
 from ..casting.dynamo import eager
 from ..core.checks import check_flag, check_kind
 from ..core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, UsageError
-from ..gradients.loss_scaler import saved_numbers
+from ..parameters.loss_scaler import saved_numbers
 from ..stepping.attached import AttachedOptimizer, attached_to, skipped_steps
 from ..stepping.scaled_backward import ScaledBackward
 from .loss_scaler import LossScaler

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..core.dtypes import HALF_DTYPES
-from ..core.torch_compat import Dirichlet
+from ..torch_internals.torch_compat import Dirichlet
 from .containers import map_tensors
 from .current import thread
 from .dispatch import note_meeting

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..core.dtypes import is_half
-from ..core.torch_compat import buffers_of
-from ..gradients.master_registry import register
-from ..gradients.table import Master
+from ..parameters.master_registry import register
+from ..parameters.table import Master
+from ..torch_internals.torch_compat import buffers_of
 from .first_passes import FirstPasses
 
 __all__ = ["POSITIONS", "UpdatedBuffers", "buffers_to_keep"]

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from ..core.torch_compat import pop_function_mode, push_function_mode
+from ..torch_internals.torch_compat import pop_function_mode, push_function_mode
 from .dispatch import CastMode, Rule
 
 __all__ = ["composite_rule", "has_question", "is_composite_of"]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ..core.checks import arguments
-from ..core.compiler_compat import traced_as_constant
 from ..core.dtypes import dtype_name, parse_dtype
 from ..core.hardware import accelerator
 from ..core.oplists import OpLists
 from ..core.oplists.tables import NATIVE
+from ..torch_internals.compiler_compat import traced_as_constant
 from .emulation import Emulate, EmulatedKinds, emulated_kinds
 
 __all__ = ["NOTHING", "CastingConfig", "config_of", "derive", "dtype_of"]

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..core.compiler_compat import exit_autocast
 from ..core.oplists.tables import NATIVE
-from ..core.torch_compat import jit_tracing_state
+from ..torch_internals.compiler_compat import exit_autocast
+from ..torch_internals.torch_compat import jit_tracing_state
 from .config import CastingConfig
 from .containers import Made
 from .dispatch import CastMode, Plan, SessionEnd, function_modes, place, set_function_modes

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..core.compiler_compat import traced_as_constant
 from ..core.errors import HalfstepError
 from ..core.oplists.tables import NATIVE
-from ..core.torch_compat import (
+from ..torch_internals.compiler_compat import traced_as_constant
+from ..torch_internals.torch_compat import (
     DeviceContext,
     OpOverload,
     OpOverloadPacket,

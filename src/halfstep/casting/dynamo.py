@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..core.compiler_compat import (
+from ..core.oplists.tables import NATIVE
+from ..torch_internals.compiler_compat import (
     FrameAction,
     FrameExecStrategy,
     enter_autocast,
@@ -23,7 +24,6 @@ from ..core.compiler_compat import (
     traced_as_constant,
     tracer_follows_autocast,
 )
-from ..core.oplists.tables import NATIVE
 from .config import CastingConfig, config_of
 from .current import is_current, plan_of, push_traced, thread
 from .dispatch import CastMode

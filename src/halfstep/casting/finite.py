@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..core.compiler_compat import is_traced
 from ..core.dtypes import HALF_DTYPES
-from ..core.torch_compat import DisableTorchDispatch, dispatch_mode_count, has_recording_mode
+from ..torch_internals.compiler_compat import is_traced
+from ..torch_internals.torch_compat import DisableTorchDispatch, dispatch_mode_count, has_recording_mode
 from .containers import tensors_in
 from .dispatch import CastMode, Rule, note_meeting
 from .rules import to_float

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..core.compiler_compat import is_traced
 from ..core.dtypes import HALF_DTYPES, dtype_name
+from ..torch_internals.compiler_compat import is_traced
 from .containers import Made, cast_tree, items_of
 from .finite import narrow_finite
 

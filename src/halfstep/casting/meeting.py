@@ -18,7 +18,7 @@ from ..core.dtypes import HALF_DTYPES
 from ..core.oplists.dtypes import ANY, FIRST, FLOAT, HALF, read_in, refused_row
 from ..core.oplists.names import computes, spellings
 from ..core.oplists.tables import row_of
-from ..core.torch_compat import OpOverload, OpOverloadPacket, is_any_autocast_enabled, qualified_name
+from ..torch_internals.torch_compat import OpOverload, OpOverloadPacket, is_any_autocast_enabled, qualified_name
 from .composites import composite_rule, has_question
 from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule, note_meeting

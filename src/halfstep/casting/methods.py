@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.subclasses import Mixin, subclass_with, superclass_of
-from ..core.torch_compat import forward_hooks
+from ..torch_internals.subclasses import Mixin, subclass_with, superclass_of
+from ..torch_internals.torch_compat import forward_hooks
 from .current import thread
 from .first_passes import FirstPasses
 

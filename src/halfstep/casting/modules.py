@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..core.callers import caller_in
 from ..core.checks import check_kind
 from ..core.dtypes import HALF_DTYPES, cast_error, dtype_name
 from ..core.errors import NotScriptableError, UsageError
 from ..core.oplists import OpLists
 from ..core.oplists.tables import OPS
-from ..core.torch_compat import BatchNorm, forward_hooks, hook_tables, jit_tracing_state
-from ..gradients.held_masters import WITH_MEMORY, settle
 from ..kernels.shards import is_sharded
+from ..parameters.held_masters import WITH_MEMORY, settle
+from ..torch_internals.callers import caller_in
+from ..torch_internals.torch_compat import BatchNorm, forward_hooks, hook_tables, jit_tracing_state
 from . import dynamo
 from .buffers import UpdatedBuffers, buffers_to_keep
 from .config import dtype_of

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import torch_compat
 from ..core.oplists.tables import OPS, row_of
+from ..torch_internals import torch_compat
 
 __all__ = ["MIN_ELEMENTS", "STEPWISE", "Kept", "Operand", "run_node", "run_product", "version_of"]
 

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..core.errors import UnsafeOpError
 from ..core.oplists.tables import NATIVE
-from ..core.torch_compat import is_any_autocast_enabled, jit_tracing_state, saved_hooks_allowed
+from ..torch_internals.torch_compat import is_any_autocast_enabled, jit_tracing_state, saved_hooks_allowed
 from . import wide
 from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule

@@ -9,9 +9,9 @@ from torch import nn
 
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import UsageError
-from ..core.torch_compat import buffers_of, parameters_of, public_hook
-from ..gradients.held_masters import master_of, write_master
-from ..gradients.master_registry import is_saved_elsewhere
+from ..parameters.held_masters import master_of, write_master
+from ..parameters.master_registry import is_saved_elsewhere
+from ..torch_internals.torch_compat import buffers_of, parameters_of, public_hook
 
 __all__ = ["SaveAs", "load_masters"]
 

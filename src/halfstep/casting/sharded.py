@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..core.errors import UsageError
-from ..core.torch_compat import apply_to_own, fsdp_has_run, fsdp_params, fsdp_policies, set_fsdp_policy
 from ..kernels.shards import is_sharded
+from ..torch_internals.torch_compat import apply_to_own, fsdp_has_run, fsdp_params, fsdp_policies, set_fsdp_policy
 
 __all__ = ["cast_shards", "check_groups", "check_sharded"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..core.torch_compat import dispatch_mode_count, functorch_level, has_recording_mode, jit_tracing_state
+from ..torch_internals.torch_compat import dispatch_mode_count, functorch_level, has_recording_mode, jit_tracing_state
 from .operands import MIN_ELEMENTS, Kept, Operand
 
 __all__ = ["WeightCache"]

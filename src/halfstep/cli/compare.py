@@ -24,7 +24,7 @@ def command(reference: Path, candidate: Path, html: Path | None) -> None:
     Both files are what `halfstep run --numerics` or halfstep.numerics.Monitor saved.
     """
     from ..core.errors import HalfstepError
-    from ..numerics import compare, write_comparison
+    from ..diagnostics.numerics import compare, write_comparison
 
     if html is not None:
         check_writable(html)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from ..findings import Finding
+    from ..diagnostics.findings import Finding
 
 __all__ = ["Advice", "advise", "command"]
 

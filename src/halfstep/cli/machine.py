@@ -11,7 +11,7 @@ from .._version import __version__
 from ..core.dtypes import HALF_DTYPES
 from ..core.hardware import cpu_units
 from ..core.text import counted
-from ..pages import Markup, facts, section
+from ..diagnostics.pages import Markup, facts, section
 
 __all__ = ["describe_machine", "machine_section"]
 

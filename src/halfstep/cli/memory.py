@@ -9,7 +9,7 @@ import click
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..findings.memory import MemoryLine
+    from ..diagnostics.findings.memory import MemoryLine
 
 __all__ = ["command"]
 
@@ -21,7 +21,7 @@ def command(params: float | None, optimizer: str | None) -> None:
     """Print the bytes per parameter of weights, masters, optimizer state and gradients, and bytes of activations."""
     from rich.console import Console
 
-    from ..findings.memory import ACTIVATIONS, lines
+    from ..diagnostics.findings.memory import ACTIVATIONS, lines
     from .tables import print_whole
 
     if params is not None and not 0 < params < float("inf"):

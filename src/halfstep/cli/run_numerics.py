@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..core.compiler_compat import compiled_from
-from ..numerics import Monitor, Row, save_rows, write_report
-from ..numerics.monitor import TENSORS
-from ..observe.names import OUTSIDE
+from ..diagnostics.numerics import Monitor, Row, save_rows, write_report
+from ..diagnostics.numerics.monitor import TENSORS
+from ..diagnostics.observe.names import OUTSIDE
 from ..stepping.attached import AttachedOptimizer, creation_callbacks, observers
+from ..torch_internals.compiler_compat import compiled_from
 
 __all__ = ["monitored"]
 

@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..core.text import counted
-from ..gradients.loss_scaler import DeviceLossScaler
-from ..pages import (
+from ..diagnostics.pages import (
     Line,
     Markup,
     between,
@@ -31,6 +30,7 @@ from ..pages import (
     table,
     write_page,
 )
+from ..parameters.loss_scaler import DeviceLossScaler
 from ..stepping.attached import AttachedOptimizer, creation_callbacks, observers, skipped_steps
 from ..stepping.backward import Subscriber, Window
 from .machine import machine_section

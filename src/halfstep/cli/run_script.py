@@ -60,7 +60,7 @@ def hide_halfstep(hint: Callable[[BaseException], str | None]) -> None:
     own, here, ours = sys.excepthook, Path(__file__).parent, Path(__file__).parents[1]
     finders = ("install.py", "missing.py")
     hidden = {
-        *(ours / "observe").iterdir(),
+        *(ours / "diagnostics" / "observe").iterdir(),
         *(ours / "compat" / name for name in finders),
         *(ours / "compat" / "apex").rglob("__init__.py"),
         Path(importlib.util.__file__),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..pages import Line, Markup, figure, lines, numbers, power
+from ..diagnostics.pages import Line, Markup, figure, lines, numbers, power
 
 __all__ = ["scale_figure", "scale_line"]
 

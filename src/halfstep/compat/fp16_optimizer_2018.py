@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError
-from ..gradients.held_masters import write_master
+from ..parameters.held_masters import write_master
 from . import fp16_utils
 from .optimizer_wrapper import forwarded
 

@@ -27,8 +27,8 @@ from ..core.hardware import accelerator, warn_if_slow
 from ..core.loss_scale import LossScale, LossScaleSpec, StaticLossScale, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.text import show_log
-from ..gradients.loss_scaler import DeviceLossScaler
 from ..optimizers.class_swap import rebase
+from ..parameters.loss_scaler import DeviceLossScaler
 from ..stepping.attached import AttachedOptimizer, attach, attached_to, share_overflows
 from ..stepping.dynamic_class import base_of
 from ..stepping.scaled_backward import ScaledBackward, check_loss

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ..core.callers import caller_in
 from ..core.errors import HalfstepError, MissingModuleError, MissingNameError
+from ..torch_internals.callers import caller_in
 
 __all__ = ["refuse_missing", "refusing"]
 

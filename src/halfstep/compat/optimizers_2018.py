@@ -12,11 +12,11 @@ import torch
 
 from .. import optimizers
 from ..core.errors import ArgumentValueError
-from ..gradients.unscale import clip_factor
 from ..kernels.expr import elementwise_kernel
 from ..kernels.tensor_table import Number
 from ..optimizers.base import FusedOptimizer, Hyper, Step
 from ..optimizers.param_rows import GroupRows, ParamRows
+from ..parameters.unscale import clip_factor
 
 __all__ = ["ApexFusedAdam", "ApexFusedSGD", "FusedAdamOf2018"]
 

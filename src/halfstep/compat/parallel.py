@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import ArgumentValueError, UsageError
-from ..distributed.ddp_hook import reduction_of
 from ..kernels.multi_tensor import group_rows
+from ..stepping.ranks.ddp_hook import reduction_of
 
 __all__ = ["DistributedDataParallel", "Reducer"]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError
-from ..core.torch_compat import BatchNorm, InstanceNorm, SyncBatchNormFunction, children_of
+from ..torch_internals.torch_compat import BatchNorm, InstanceNorm, SyncBatchNormFunction, children_of
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group", "normalize"]
 

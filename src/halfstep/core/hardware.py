@@ -12,7 +12,7 @@ import warnings
 
 import torch
 
-from .callers import callers_level
+from ..torch_internals.callers import callers_level
 from .dtypes import dtype_name
 from .errors import ArgumentTypeError, ArgumentValueError, PrecisionWarning
 

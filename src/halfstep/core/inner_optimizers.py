@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .subclasses import Mixin
+from ..torch_internals.subclasses import Mixin
 
 __all__ = ["bare", "inner_optimizer", "package_of_step", "state_holders"]
 

@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ..torch_internals.torch_compat import update_scale_
 from .checks import check_between, check_count, check_kind
 from .errors import ArgumentValueError, UsageError
-from .torch_compat import update_scale_
 
 __all__ = [
     "DynamicLossScale",

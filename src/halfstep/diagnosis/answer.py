@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.text import counted
-from ..findings import Finding
-from ..pages import Line, figure, header, lines, made_by, note, section, table, write_page
+from ..diagnostics.findings import Finding
+from ..diagnostics.pages import Line, figure, header, lines, made_by, note, section, table, write_page
 
 __all__ = ["Diagnosis"]
 

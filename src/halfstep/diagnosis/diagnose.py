@@ -19,9 +19,9 @@ from ..amp.session import scale_loss
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError, LossScaleCollapsed, UsageError
 from ..core.inner_optimizers import bare
-from ..findings import Finding
-from ..findings.forward import same_random_numbers
-from ..numerics import Comparison, compare_step
+from ..diagnostics.findings import Finding
+from ..diagnostics.findings.forward import same_random_numbers
+from ..diagnostics.numerics import Comparison, compare_step
 from ..stepping.attached import attached_to
 from .answer import Diagnosis
 from .copies import copied

@@ -19,18 +19,18 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..amp.grad_scaler import GradScaler
-from ..core.torch_compat import DisableTorchFunction, tree_flatten
-from ..findings.checking import findings_of
-from ..findings.facts import Facts
-from ..findings.finding import Finding, logger
-from ..findings.forward import Forward
-from ..gradients.held_masters import master_of
-from ..numerics import Monitor
-from ..numerics.monitor import TENSORS
-from ..observe.ops import FunctionCall
-from ..observe.watch import ModuleCall
+from ..diagnostics.findings.checking import findings_of
+from ..diagnostics.findings.facts import Facts
+from ..diagnostics.findings.finding import Finding, logger
+from ..diagnostics.findings.forward import Forward
+from ..diagnostics.numerics import Monitor
+from ..diagnostics.numerics.monitor import TENSORS
+from ..diagnostics.observe.ops import FunctionCall
+from ..diagnostics.observe.watch import ModuleCall
+from ..parameters.held_masters import master_of
 from ..stepping.attached import AttachedOptimizer, attached_to, observers
 from ..stepping.diagnosis import ClippedGradients
+from ..torch_internals.torch_compat import DisableTorchFunction, tree_flatten
 from .within_steps import on_grid, scaled_gradients, without_gradient
 
 __all__ = ["STEPS", "Ended", "Observed", "Pass"]

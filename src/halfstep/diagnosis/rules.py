@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from ..core.dtypes import HALF_DTYPES, dtype_name
-from ..core.torch_compat import tree_flatten
-from ..findings.checking import finding
-from ..findings.facts import Facts
-from ..findings.finding import Finding, Found
-from ..findings.rules_of_model import average_in_16_bits
+from ..diagnostics.findings.checking import finding
+from ..diagnostics.findings.facts import Facts
+from ..diagnostics.findings.finding import Finding, Found
+from ..diagnostics.findings.rules_of_model import average_in_16_bits
+from ..torch_internals.torch_compat import tree_flatten
 from .observed import Observed, Pass
 
 __all__ = ["apply"]

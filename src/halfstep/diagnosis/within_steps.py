@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..findings.facts import Facts
-from ..findings.finding import Finding
-from ..gradients.ledger import get_grads
-from ..observe.samples import PROOF, grid_flags, is_on_grid, sample
+from ..diagnostics.findings.facts import Facts
+from ..diagnostics.findings.finding import Finding
+from ..diagnostics.observe.samples import PROOF, grid_flags, is_on_grid, sample
+from ..parameters.ledger import get_grads
 
 __all__ = ["on_grid", "scaled_gradients", "without_gradient"]
 

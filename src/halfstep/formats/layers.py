@@ -18,10 +18,10 @@ from ..casting.config import config_of
 from ..casting.current import thread
 from ..casting.emulation import has_own_ops
 from ..core.checks import check_kind
-from ..core.compiler_compat import traced_as_constant
 from ..core.errors import UsageError
-from ..core.subclasses import Mixin, subclass_with, superclass_of
 from ..kernels.shards import is_sharded
+from ..torch_internals.compiler_compat import traced_as_constant
+from ..torch_internals.subclasses import Mixin, subclass_with, superclass_of
 from .products import Amax, linear
 from .recipe import Passes, Products, Recipe
 
@@ -169,7 +169,7 @@ def give_products(
 ) -> None:
     """``set_products`` for the models of a face, which have none yet if a recipe is refused; None changes nothing.
 
-    Modules for which the user has ``chosen`` fp32 compute in fp32, whatever the recipe says.
+    Modules for which the user has ``chosen`` fp32 compute in fp32, regardless of the recipe.
     """
     if recipe is not None:
         recipe = Recipe.of(recipe)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core import torch_compat
+from ..torch_internals import torch_compat
 from .format import Format
 from .quantize import round_to
 from .recipe import Products, divisor

@@ -6,8 +6,8 @@ import torch
 
 from ..core.checks import check_kind
 from ..core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
-from ..core.torch_compat import is_fake
 from ..kernels.launch import backend_for
+from ..torch_internals.torch_compat import is_fake
 from .elements import values
 from .format import Format
 from .reference import bits, block_scales, round_elements, tensor_scale

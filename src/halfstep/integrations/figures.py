@@ -11,8 +11,8 @@ from torch import nn
 from .. import amp
 from ..core.checks import check_count
 from ..core.errors import ArgumentTypeError
-from ..findings import check
-from ..model import Callback
+from ..diagnostics.findings import check
+from ..paddle.model import Callback
 
 __all__ = ["FiguresCallback", "figures", "sink"]
 

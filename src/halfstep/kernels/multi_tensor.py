@@ -20,7 +20,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..core.scalars import scalar_dtype
-from ..core.torch_compat import foreach_unscale_
+from ..torch_internals.torch_compat import foreach_unscale_
 from .expr import ElementwiseKernel, elementwise_kernel, trace
 from .launch import backend_for, launch
 from .shards import FLATTENED, ORDINARY, Domain, complete_max, complete_sum, domain_of, locals_of

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import UsageError
-from ..core.torch_compat import is_flattened
+from ..torch_internals.torch_compat import is_flattened
 
 __all__ = [
     "FLATTENED",

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ..core.checks import arguments
-from ..core.torch_compat import fused_adagrad_
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars, of_rows
+from ..torch_internals.torch_compat import fused_adagrad_
 from .base import FusedOptimizer, Hyper, Step
 from .options import MasterForm, check_hyperparameters
 from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec

@@ -8,9 +8,9 @@ import torch
 
 from ..core.checks import arguments
 from ..core.dtypes import StateForm
-from ..core.torch_compat import fused_adam_, fused_adamw_
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars, of_rows
+from ..torch_internals.torch_compat import fused_adam_, fused_adamw_
 from .base import FusedOptimizer, Hyper, Step, one_minus_power
 from .options import MasterForm, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout

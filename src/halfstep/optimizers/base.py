@@ -20,9 +20,9 @@ from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError
 from ..core.removed import removed_arguments
 from ..core.scalars import in_scalar_dtype
-from ..core.torch_compat import dispatch_mode_count, scale_of, set_found_inf
-from ..gradients.unscale import clip_factor
 from ..kernels.tensor_table import Number
+from ..parameters.unscale import clip_factor
+from ..torch_internals.torch_compat import dispatch_mode_count, scale_of, set_found_inf
 from .fused_state import FusedState, Hyper
 from .options import warn_of_lost_updates
 from .param_rows import NUMBER, GroupRows, ParamRows, StateLayout

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..core.torch_compat import wrap_step
+from ..torch_internals.torch_compat import wrap_step
 
 __all__ = ["counts_steps", "rebase"]
 

@@ -13,9 +13,9 @@ import torch
 
 from ..core.dtypes import HALF_DTYPES, StateForm
 from ..core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
-from ..core.torch_compat import is_traceable_wrapper_subclass
 from ..kernels.shards import is_sharded
-from ..masters.split import entries, master_value
+from ..parameters.split import entries, master_value
+from ..torch_internals.torch_compat import is_traceable_wrapper_subclass
 from .adagrad import FusedAdagrad
 from .adam import FusedAdam
 from .base import FusedOptimizer, Hyper

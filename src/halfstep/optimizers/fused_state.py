@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.callers import caller_in
 from ..core.checks import check_optimizer_state
 from ..core.dtypes import StateForm
 from ..core.errors import UsageError
-from ..core.torch_compat import STATE_MODULE
-from ..gradients.held_masters import settle
-from ..gradients.master_registry import is_saved_elsewhere
-from ..gradients.table import OptimizerTable
 from ..kernels.shards import is_sharded
-from ..masters.split import InState, entries, master_value, take_back_rounding
+from ..parameters.held_masters import settle
+from ..parameters.master_registry import is_saved_elsewhere
+from ..parameters.split import InState, entries, master_value, take_back_rounding
+from ..parameters.table import OptimizerTable
+from ..torch_internals.callers import caller_in
+from ..torch_internals.torch_compat import STATE_MODULE
 from . import moments
 from .options import FusedOptions
 from .param_rows import GroupRows, StateLayout, codes_of

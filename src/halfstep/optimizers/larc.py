@@ -10,12 +10,12 @@ import torch
 
 from ..core.checks import check_kind, check_number
 from ..core.errors import UsageError
-from ..gradients.ledger import widen
 from ..kernels.expr import elementwise_kernel
 from ..kernels.launch import launch
 from ..kernels.multi_tensor import group_rows
 from ..kernels.shards import Domain, complete_sum, domain_of
 from ..kernels.tensor_table import TensorTable
+from ..parameters.ledger import widen
 from .base import Hyper
 
 __all__ = ["LARC"]

@@ -11,9 +11,9 @@ import torch
 from ..core.checks import arguments, check_kind, check_number
 from ..core.dtypes import StateForm
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.torch_compat import is_flattened
 from ..kernels.expr import elementwise_kernel
 from ..kernels.shards import domain_of
+from ..torch_internals.torch_compat import is_flattened
 from .adam import adam, adam_scalars
 from .base import FusedOptimizer, Hyper, Step
 from .newton_schulz import counts_of, matrix_shape, parts_of, product_dtype, unit_singular_values

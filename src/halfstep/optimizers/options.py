@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import torch
 
-from ..core.callers import callers_level
 from ..core.checks import check_kind, check_number
 from ..core.dtypes import HALF_DTYPES, StateForm, dtype_name, parse_state_form
 from ..core.errors import ArgumentTypeError, ArgumentValueError
-from ..core.torch_compat import is_flattened
 from ..kernels.blockwise import SIGNED, UNSIGNED
 from ..kernels.launch import backend_for
 from ..kernels.storage import SPLIT, Storage, dense, plain, stochastic
+from ..torch_internals.callers import callers_level
+from ..torch_internals.torch_compat import is_flattened
 
 __all__ = ["FusedOptions", "MasterForm", "check_hyperparameters", "warn_of_lost_updates"]
 

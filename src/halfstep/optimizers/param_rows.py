@@ -16,7 +16,7 @@ from ..kernels.multi_tensor import group_rows
 from ..kernels.shards import ORDINARY, Domain, complete_sum, domain_of, local, locals_of
 from ..kernels.storage import Storage, dense
 from ..kernels.tensor_table import Column, Scalars, TensorTable
-from ..masters import split
+from ..parameters import split
 from . import moments
 from .options import FusedOptions
 

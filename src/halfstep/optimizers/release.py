@@ -17,9 +17,9 @@ import torch
 from ..core.errors import UsageError
 from ..core.removed import raise_removed
 from ..core.scalars import in_scalar_dtype
-from ..core.torch_compat import backward_pass_id, found_inf_of, queue_after_backward, scale_of, tensor_hooks
-from ..gradients.table import REDUCTIONS
 from ..kernels.tensor_table import Number
+from ..parameters.table import REDUCTIONS
+from ..torch_internals.torch_compat import backward_pass_id, found_inf_of, queue_after_backward, scale_of, tensor_hooks
 from .param_rows import GroupRows
 from .release_checks import check, refuse_closure, refuse_gradient, refuse_ranks, refuse_second
 

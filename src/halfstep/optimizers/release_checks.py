@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..core.errors import ArgumentValueError, UsageError
-from ..gradients.table import reduced_params
+from ..parameters.table import reduced_params
 
 __all__ = ["check", "refuse_closure", "refuse_gradient", "refuse_ranks", "refuse_second"]
 

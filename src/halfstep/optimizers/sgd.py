@@ -10,9 +10,9 @@ import torch
 from ..core.checks import arguments
 from ..core.dtypes import StateForm
 from ..core.errors import ArgumentTypeError, ArgumentValueError
-from ..core.torch_compat import fused_sgd_
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars
+from ..torch_internals.torch_compat import fused_sgd_
 from .base import FusedOptimizer, Hyper, Step
 from .options import MasterForm, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, ParamRows, StateLayout

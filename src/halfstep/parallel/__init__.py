@@ -4,8 +4,8 @@ from torch.distributed import ReduceOp
 
 from ..compat.parallel import DistributedDataParallel, Reducer
 from ..compat.sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
-from ..distributed.checkpoint import save_checkpoint
 from ..optimizers.larc import LARC
+from ..stepping.ranks.checkpoint import save_checkpoint
 
 __all__ = [
     "LARC",

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ..core.compiler_compat import compiled_from
 from ..core.dtypes import HALF_DTYPES
-from ..core.torch_compat import TorchDispatchMode, schema_of, tree_flatten, tree_unflatten
-from ..observe.ops import tensors_in, widened, written
+from ..diagnostics.observe.ops import tensors_in, widened, written
+from ..torch_internals.compiler_compat import compiled_from
+from ..torch_internals.torch_compat import TorchDispatchMode, schema_of, tree_flatten, tree_unflatten
 from .parting import PRODUCTS
 
 __all__ = ["Fused", "is_compiled"]

@@ -13,8 +13,8 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from ..core.oplists.tables import words
-from ..numerics.linked_rows import LinkedRow
-from ..observe.names import canonical
+from ..diagnostics.numerics.linked_rows import LinkedRow
+from ..diagnostics.observe.names import canonical
 from .recorded import Run
 
 __all__ = ["PRODUCTS", "Parting", "is_same", "part"]

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.compiler_compat import compiled_from
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import replacing
-from ..core.torch_compat import TorchDispatchMode, buffers_of, parameters_of, tree_flatten, tree_unflatten
-from ..findings.forward import same_random_numbers
-from ..numerics.linked_rows import LinkedRow
-from ..numerics.recording import Recorder
-from ..observe.names import OUTSIDE, ROOT, qualified_names
-from ..observe.ops import OpCall, tensors_in, widened, written
-from ..observe.watch import CallWatch
+from ..diagnostics.findings.forward import same_random_numbers
+from ..diagnostics.numerics.linked_rows import LinkedRow
+from ..diagnostics.numerics.recording import Recorder
+from ..diagnostics.observe.names import OUTSIDE, ROOT, qualified_names
+from ..diagnostics.observe.ops import OpCall, tensors_in, widened, written
+from ..diagnostics.observe.watch import CallWatch
+from ..torch_internals.compiler_compat import compiled_from
+from ..torch_internals.torch_compat import TorchDispatchMode, buffers_of, parameters_of, tree_flatten, tree_unflatten
 
 __all__ = ["OUTPUT", "Run", "Wide", "run"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core.text import counted
-from ..numerics.text import aligned
-from ..pages import facts, header, made_by, note, section, small, table, write_page
+from ..diagnostics.numerics.text import aligned
+from ..diagnostics.pages import facts, header, made_by, note, section, small, table, write_page
 
 __all__ = ["KINDS", "Difference", "Op", "Parity"]
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ..core.compiler_compat import compiled_from
 from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.torch_compat import tree_flatten, tree_unflatten
-from ..numerics.linked_rows import LinkedRow, aligned_rows
-from ..observe.names import OUTSIDE, ROOT, canonical
+from ..diagnostics.numerics.linked_rows import LinkedRow, aligned_rows
+from ..diagnostics.observe.names import OUTSIDE, ROOT, canonical
+from ..torch_internals.compiler_compat import compiled_from
+from ..torch_internals.torch_compat import tree_flatten, tree_unflatten
 from .compiled import Fused, is_compiled
 from .parting import Parting, is_same, part
 from .recorded import OUTPUT, Run, Wide, run

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.text import counted
-from ..findings import Finding
-from ..pages import Bar, bars, figure, header, made_by, note, section, small, table, write_page
+from ..diagnostics.findings import Finding
+from ..diagnostics.pages import Bar, bars, figure, header, made_by, note, section, small, table, write_page
 from .accounts import Account, Settings
 from .machine import CHIPS, Machine, chip_given, chip_named
 from .ops import KINDS, SIZES, Work

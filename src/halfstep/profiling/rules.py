@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..core.text import counted, listed
-from ..findings import Finding
+from ..diagnostics.findings import Finding
 from .accounts import Account, inside
 from .ops import SIZES, Product, Work
 from .trace import covered, minus, overlap, union

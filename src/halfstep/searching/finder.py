@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ArgumentValueError, UsageError
-from ..pages import write_text
+from ..diagnostics.pages import write_text
 from .guard import Guard, Outcome, compared, tolerance_of
 from .scores import Score
 from .trials import Trials

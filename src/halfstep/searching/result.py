@@ -16,7 +16,7 @@ from ..core.errors import ArgumentValueError
 from ..core.oplists import OpLists
 from ..core.policy import Policy
 from ..core.text import counted
-from ..pages import Line, figure, header, lines, made_by, note, section, table, write_page, write_text
+from ..diagnostics.pages import Line, figure, header, lines, made_by, note, section, table, write_page, write_text
 from .guard import Outcome
 from .scores import Score
 from .trials import make_islands

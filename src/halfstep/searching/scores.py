@@ -21,8 +21,8 @@ from ..casting.containers import cast_tree
 from ..casting.modules import hooks_of
 from ..casting.scope import NO_CASTING
 from ..core.oplists.names import spellings
-from ..core.torch_compat import tree_flatten
-from ..findings.forward import same_random_numbers
+from ..diagnostics.findings.forward import same_random_numbers
+from ..torch_internals.torch_compat import tree_flatten
 from .trials import Setting, copied
 
 __all__ = ["Score", "module_scores", "op_scores"]

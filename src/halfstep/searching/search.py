@@ -17,7 +17,7 @@ from ..casting.scope import NO_CASTING
 from ..core.checks import check_count, check_kind
 from ..core.dtypes import dtype_name, is_half, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..findings.forward import same_random_numbers
+from ..diagnostics.findings.forward import same_random_numbers
 from .finder import CannotError, Finder
 from .guard import Guard
 from .result import SearchResult

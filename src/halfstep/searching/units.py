@@ -11,10 +11,10 @@ from torch import nn
 
 from ..core.oplists import OpLists
 from ..core.oplists.names import computes, spellings
-from ..core.torch_compat import DisableTorchFunction
-from ..observe.names import ROOT, qualified_names
-from ..observe.ops import FunctionCall
-from ..observe.watch import CallWatch
+from ..diagnostics.observe.names import ROOT, qualified_names
+from ..diagnostics.observe.ops import FunctionCall
+from ..diagnostics.observe.watch import CallWatch
+from ..torch_internals.torch_compat import DisableTorchFunction
 
 __all__ = ["Seen", "chosen", "watched"]
 

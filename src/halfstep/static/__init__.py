@@ -1,6 +1,6 @@
 """Graph mode: a model and its loss captured as one graph, cast once, and trained by an executor."""
 
-from ..compat.paddle.building import (
+from ..paddle.building import (
     Scope,
     data,
     default_main_program,
@@ -10,10 +10,10 @@ from ..compat.paddle.building import (
     global_scope,
     program_guard,
 )
-from ..compat.paddle.capture import Program, Value, capture, load
-from ..compat.paddle.executor import Executor
-from ..compat.paddle.inference import load_inference_model, save_inference_model
-from ..compat.paddle.tape import Variable
+from ..paddle.capture import Program, Value, capture, load
+from ..paddle.executor import Executor
+from ..paddle.inference import load_inference_model, save_inference_model
+from ..paddle.tape import Variable
 from . import amp, backend
 
 __all__ = [

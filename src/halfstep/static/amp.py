@@ -1,6 +1,6 @@
 """Mixed precision in graph mode, by Paddle's names."""
 
-from ..compat.paddle.amp import CustomOpLists, MixedPrecisionOptimizer, decorate, fp16_guard
+from ..paddle.amp import CustomOpLists, MixedPrecisionOptimizer, decorate, fp16_guard
 
 AutoMixedPrecisionLists = CustomOpLists
 """The same under its other name in Paddle."""

@@ -1,5 +1,5 @@
 """The backend "halfstep" of ``torch.compile``."""
 
-from ..graph.compile_backend import halfstep
+from ..casting.graph.compile_backend import halfstep
 
 __all__ = ["halfstep"]

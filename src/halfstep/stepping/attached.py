@@ -23,14 +23,14 @@ from ..casting.current import thread
 from ..casting.scope import NO_CASTING, active_casting
 from ..core.errors import UsageError
 from ..core.inner_optimizers import bare
-from ..core.torch_compat import dispatch_mode_count, has_step_hooks
-from ..gradients.held_masters import WITH_MEMORY, settle
-from ..gradients.table import REDUCTIONS
-from ..masters.keeper import MasterKeeper
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.class_swap import rebase
 from ..optimizers.fuse import OfTorch, fused_base, unfuse
 from ..optimizers.param_rows import SparseGradient
+from ..parameters.held_masters import WITH_MEMORY, settle
+from ..parameters.keeper import MasterKeeper
+from ..parameters.table import REDUCTIONS
+from ..torch_internals.torch_compat import dispatch_mode_count, has_step_hooks
 from .backward import UNSAFE, WINDOWS, Window, WindowState, any_overflow
 from .closure import ClosureOverflowed, guarded
 from .dynamic_class import add_names_of_apex, class_over

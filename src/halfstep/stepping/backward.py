@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from ..core.callers import callers_level
 from ..core.errors import UsageError
 from ..core.text import counted
-from ..distributed.ddp_sync import BackwardRecord, RankSync, share_overflow
-from ..gradients.loss_scaler import DeviceLossScaler
-from ..gradients.table import REDUCTIONS, Slot
-from ..masters.keeper import MasterKeeper
 from ..optimizers.release import GradientRelease
+from ..parameters.keeper import MasterKeeper
+from ..parameters.loss_scaler import DeviceLossScaler
+from ..parameters.table import REDUCTIONS, Slot
+from ..torch_internals.callers import callers_level
 from .diagnosis import ClippedGradients, first_bad_gradient
+from .ranks.ddp_sync import BackwardRecord, RankSync, share_overflow
 
 __all__ = [
     "UNSAFE",

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..core.callers import callers_level
 from ..core.dtypes import dtype_name, is_half
 from ..core.text import counted
-from ..core.torch_compat import values_of
-from ..gradients.async_reader import AsyncReader, capturing
-from ..gradients.held_masters import master_of
 from ..kernels import multi_tensor
+from ..parameters.async_reader import AsyncReader, capturing
+from ..parameters.held_masters import master_of
+from ..torch_internals.callers import callers_level
+from ..torch_internals.torch_compat import values_of
 
 __all__ = ["ClippedGradients", "first_bad_gradient"]
 

@@ -18,9 +18,9 @@ from ..casting.dynamo import eager
 from ..core.checks import check_optimizer_state
 from ..core.errors import UsageError
 from ..core.names_above import NAMES_ABOVE
-from ..core.subclasses import Mixin, subclass_with, superclass_of
-from ..masters.plain import without_masters
 from ..optimizers.base import FusedOptimizer
+from ..parameters.plain import without_masters
+from ..torch_internals.subclasses import Mixin, subclass_with, superclass_of
 
 __all__ = ["add_names_of_apex", "base_of", "class_over"]
 

@@ -23,14 +23,14 @@ from ..core.dtypes import HALF_DTYPES, StateForm, is_half
 from ..core.errors import UsageError
 from ..core.inner_optimizers import bare, inner_optimizer
 from ..core.policy import Policy
-from ..core.torch_compat import HAS_GRAD_DTYPE, is_flattened
-from ..gradients.ledger import set_grads
-from ..gradients.master_registry import keeper_of
-from ..gradients.table import record_of
 from ..kernels.launch import backend_for
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.fuse import can_fuse, has_moments
 from ..optimizers.release import release_of
+from ..parameters.ledger import set_grads
+from ..parameters.master_registry import keeper_of
+from ..parameters.table import record_of
+from ..torch_internals.torch_compat import HAS_GRAD_DTYPE, is_flattened
 from .attached import AttachedOptimizer, attach, attached_to, share_overflows
 
 __all__ = ["check", "check_state_form", "prepare", "prepare_model", "prepare_optimizer"]

@@ -21,8 +21,8 @@ from torch.nn.modules.module import (
 
 from ..core.errors import UsageError
 from ..core.text import listed
-from ..core.torch_compat import children_of, parameters_of
 from ..kernels.shards import is_sharded
+from ..torch_internals.torch_compat import children_of, parameters_of
 from .backward import Subscriber, Window
 
 __all__ = ["ReplacedParameters", "Replacement", "modules_in", "registered"]

@@ -15,7 +15,7 @@ import torch
 from ..casting.dynamo import eager
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
-from ..gradients.loss_scaler import DeviceLossScaler
+from ..parameters.loss_scaler import DeviceLossScaler
 from .backward import WINDOWS, Window, WindowState, reachable, record_pass
 from .scaling_checks import say_without_backward
 

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..core.callers import caller_in, callers_level
-from ..gradients.loss_scaler import DeviceLossScaler
+from ..parameters.loss_scaler import DeviceLossScaler
+from ..torch_internals.callers import caller_in, callers_level
 from .backward import Subscriber, Window
 
 __all__ = ["ForgottenScale", "say_twice", "say_without_backward"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...casting.containers import tensors_in
-from ...core.torch_compat import TorchDispatchMode
+from ...torch_internals.torch_compat import TorchDispatchMode
 
 __all__ = ["PeakMemory", "now"]
 

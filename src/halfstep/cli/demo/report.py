@@ -17,7 +17,7 @@ from halfstep.core.hardware import has_units
 from halfstep.core.policy import LEVELS
 from halfstep.core.text import counted
 
-from ...pages import (
+from ...diagnostics.pages import (
     Bar,
     Line,
     Markup,

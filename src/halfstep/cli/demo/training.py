@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from halfstep import amp
 from halfstep.core.dtypes import dtype_name
-from halfstep.scaling import DynamicLossScale
+from halfstep.core.loss_scale import DynamicLossScale
 
-from ...findings.memory import memory
+from ...diagnostics.findings.memory import memory
 from .measure import PeakMemory, now
 
 __all__ = [

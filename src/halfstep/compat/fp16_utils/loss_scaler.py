@@ -15,8 +15,8 @@ import torch
 from ...core.checks import check_count
 from ...core.errors import ArgumentValueError
 from ...core.loss_scale import DynamicLossScale, LossScale, StaticLossScale
-from ...core.torch_compat import values_of
-from ...gradients.loss_scaler import DeviceLossScaler
+from ...parameters.loss_scaler import DeviceLossScaler
+from ...torch_internals.torch_compat import values_of
 
 __all__ = ["DynamicLossScaler", "LossScaler", "saved_entry"]
 

@@ -13,8 +13,8 @@ from ...core.checks import as_number, check_flag, check_kind, check_number
 from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.text import show_log
-from ...gradients.held_masters import master_of, write_master
-from ...masters.plain import without_masters
+from ...parameters.held_masters import master_of, write_master
+from ...parameters.plain import without_masters
 from ...stepping.attached import attach
 from ...stepping.backward import record_pass
 from ...stepping.scaled_backward import ScaledBackward

@@ -24,8 +24,8 @@ from torch import nn
 from ...core.checks import check_kind
 from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentValueError, UsageError
-from ...core.torch_compat import unflatten_dense_tensors
 from ...kernels import multi_tensor
+from ...torch_internals.torch_compat import unflatten_dense_tensors
 
 __all__ = [
     "clip_grad_norm",

@@ -12,8 +12,15 @@ from typing import Any
 import torch
 from torch.overrides import get_overridable_functions
 
+from ...torch_internals.torch_compat import (
+    C_NAMESPACES,
+    FunctionSchema,
+    OpOverload,
+    OpOverloadPacket,
+    all_op_names,
+    schemas_of_op,
+)
 from ..errors import ArgumentTypeError, ArgumentValueError
-from ..torch_compat import C_NAMESPACES, FunctionSchema, OpOverload, OpOverloadPacket, all_op_names, schemas_of_op
 from .tables import OF_TORCHVISION, OPS, paddle, pairs, row_of, words
 
 __all__ = ["Spelling", "computes", "dispatcher_spellings", "known_names", "resolve", "spellings"]

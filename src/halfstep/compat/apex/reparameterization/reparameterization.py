@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ....core.errors import ArgumentTypeError, ArgumentValueError
-from ....core.torch_compat import hook_tables, register_state_dict_hook, renew_flat_weights
+from ....torch_internals.torch_compat import hook_tables, register_state_dict_hook, renew_flat_weights
 
 __all__ = ["Reparameterization", "found_in", "on_named"]
 

@@ -1,0 +1,246 @@
+"""The rules about modules, their computations and their devices."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from ...casting.buffers import POSITIONS
+from ...casting.modules import has_casting, hooks_of
+from ...core.dtypes import HALF_DTYPES, dtype_name, is_half
+from ...core.hardware import has_units
+from ...core.text import listed
+from ...torch_internals.torch_compat import BatchNorm, buffers_of, children_of, fsdp_policies, parameters_of
+from ..observe.names import part_of
+from .facts import Facts, Rules
+from .finding import Found, grouped
+from .forward import is_norm, is_router
+
+__all__ = ["RULES"]
+
+_SLOW_AVERAGE = 0.998
+
+
+def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Found]:
+    """HS104: parts in 16 bits that need more: norms and routers without masters, statistics, frequencies, positions.
+
+    - Frequencies of rotary embeddings and positions as numbers: the error of the angle grows with the position.
+    - Weights of norms, near 1, and of routers, if the optimizer keeps no masters. Source: axolotl#3670.
+    - Running statistics of BatchNorm.
+    - With a batch: a hand-written norm that sums squares in 16 bits and takes a root, an error if it divides by inf;
+      and routers with 16-bit results.
+      Source: Switch Transformers, arXiv 2101.03961, section 2.4.
+    """
+    bare = {id(p) for p in facts.halves}
+    positions: dict[str, int] = {}
+    statistics: dict[str, int] = {}
+    weights: list[torch.Tensor] = []
+    for name, module in facts.half_modules:
+        for key, buffer in buffers_of(module).items():
+            if buffer is not None and is_half(buffer):
+                whole = part_of(name, key)
+                if POSITIONS.search(key):
+                    positions[whole] = buffer.numel()
+                elif isinstance(module, BatchNorm):
+                    statistics[whole] = buffer.numel()
+        if is_norm(module) or is_router(name, facts.module_names):
+            weights += [p for p in parameters_of(module).values() if p is not None and id(p) in bare]
+    if positions:
+        text = "Frequencies or positions are in 16 bits: at position 4,096 an angle may be off by more than a radian."
+        layers = sorted({name.rpartition(".")[0] for name in positions})
+        fix = f"Compute them in fp32 in forward, or keep their modules in fp32: excluded_layers={layers}."
+        yield Found("error", grouped(positions), text, {"tensors": list(positions)}, fix)
+    if weights:
+        text = f"Weights of norms or routers are {dtype_name(weights[0].dtype)} and have no masters."
+        fix = "Keep them in fp32 (amp.decorate does so for norms), or use masters: amp.initialize(..., opt_level='O2')."
+        yield Found("warning", facts.where(weights), text, {"tensors": len(weights)}, fix)
+    if statistics:
+        text = "Running statistics of BatchNorm are in 16 bits."
+        fix = "Leave BatchNorm in fp32: keep_batchnorm_fp32=True."
+        yield Found("warning", grouped(statistics), text, {"tensors": list(statistics)}, fix)
+    yield from _sensitive_ops(facts)
+
+
+def _sensitive_ops(facts: Facts) -> Iterator[Found]:
+    seen = facts.forward
+    fix = "Compute them in fp32 (x.float()) and cast the result, as torch's own norms do."
+    if facts.zero_norms:
+        where = listed(facts.zero_norms)
+        text = "A norm returns zeros: its sum of squares is inf in 16 bits, and it divides by that."
+        yield Found("error", where, text, {"ops": facts.zero_norms}, fix)
+    statistics = [name for name in facts.norms if name not in facts.zero_norms]
+    if statistics:
+        where = listed(statistics)
+        text = "A norm computes its statistics in 16 bits."
+        yield Found("warning", where, text, {"ops": statistics}, fix)
+    if seen is not None and seen.routers:
+        where = listed(list(seen.routers))
+        text = "A router computes the scores of its experts in 16 bits, so close scores become equal."
+        yield Found("note", where, text, {"routers": list(seen.routers)}, "Run it in fp32.")
+
+
+def loss_in_16_bits(facts: Facts) -> Iterator[Found]:
+    """HS105: a loss computed in 16 bits. Needs ``batch``.
+
+    Near 36, neighbouring bfloat16 numbers differ by 0.25. FSDP2's MixedPrecisionPolicy does not enable autocast, so
+    logits reach cross_entropy in 16 bits. Source: Modalities#464.
+    """
+    seen = facts.forward
+    if seen is None or not (seen.losses or seen.loss_dtype in HALF_DTYPES):
+        return
+    dtype = next(iter(seen.losses.values())) if seen.losses else seen.loss_dtype
+    assert dtype is not None
+    yield Found(
+        "warning",
+        listed(list(seen.losses)) or "the loss",
+        f"The loss is computed in {dtype_name(dtype)}, which has steps of {torch.finfo(dtype).eps * 8:g} near 10.",
+        {"ops": list(seen.losses), "dtype": dtype_name(dtype)},
+    )
+
+
+def average_in_16_bits(facts: Facts) -> Iterator[Found]:
+    """HS109: a moving average of weights kept in 16 bits with a decay of 0.998 or more.
+
+    A step adds (1 - decay) of the difference, which is less than half of the last bit of the average. The rule looks at
+    ``AveragedModel`` and at modules with a ``decay``, ``ema_decay`` or ``beta`` that hold a copy of a model.
+    """
+    for module in facts.modules if facts.has_halves else ():
+        decay = _decay_of(module)
+        if decay is None or not _SLOW_AVERAGE <= decay < 1:
+            continue
+        sizes = {name: p.numel() for name, p in module.named_parameters() if is_half(p)}
+        if sizes:
+            yield Found(
+                "error",
+                grouped(sizes),
+                f"{type(module).__name__} averages weights in 16 bits with decay {decay:g}: most changes round away.",
+                {"decay": decay},
+            )
+
+
+def _decay_of(module: nn.Module) -> float | None:
+    """Find the decay of a module that averages weights; None for any other module."""
+    if isinstance(module, AveragedModel):
+        functions: list[Any] = [module.multi_avg_fn, module.avg_fn]
+        for function in filter(None, functions):
+            function = inspect.unwrap(function)
+            cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+            if "decay" in cells:
+                return float(cells["decay"].cell_contents)
+        return None
+    given = vars(module).get
+    decay = given("decay", given("ema_decay", given("beta")))
+    return decay if isinstance(decay, float) and bool(children_of(module)) else None
+
+
+def no_units(facts: Facts) -> Iterator[Found]:
+    """HS111: a 16-bit dtype for which this device has no units.
+
+    With halfstep's ``amp``, products then run in fp32 kernels at the cost of fp32; this is a note. Without it, a
+    bfloat16 product on such a CPU takes at least ten times as long as in fp32.
+    """
+    if not facts.own_params:
+        return
+    device = facts.own_params[0].device
+    for dtype in sorted(facts.computed, key=dtype_name):
+        if not has_units(device, dtype, "product"):
+            emulated = has_casting(facts.model)
+            cost = "take about as long as in fp32" if emulated else "take many times as long as in fp32"
+            yield Found(
+                "note" if emulated else "warning",
+                str(device),
+                f"{device} has no units for {dtype_name(dtype)}: products {cost}.",
+                {"device": str(device), "dtype": dtype_name(dtype)},
+                _faster(device, dtype),
+            )
+
+
+def _faster(device: torch.device, slow: torch.dtype) -> str:
+    """Compose the advice for a device that is slow in a dtype."""
+    other = torch.float16 if slow is torch.bfloat16 else torch.bfloat16
+    if has_units(device, other, "product"):
+        return f"Train in {dtype_name(other)} (dtype= of amp.initialize), for which {device} has units."
+    return 'For speed train in fp32 (opt_level="O0"): on this device 16 bits only save memory.'
+
+
+def inputs_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
+    """HS118: inputs of a 16-bit model with integers too large to be exact in its dtype, such as time steps.
+
+    These inputs stay fp32. Source: diffusers#993.
+    """
+    given, casting = (hooks := hooks_of(facts.model)).inputs, hooks.casting
+    stay = sorted({place for (place, *_), _ in given.stays}, key=str) if given is not None else []
+    if stay and casting is not None:
+        yield Found(
+            "note",
+            listed([f"input {place}" for place in stay]),
+            f"Inputs hold integers that {dtype_name(casting.dtype)} does not have, so they stay float32.",
+            {"inputs": stay},
+            "Nothing is lost; ops that mix dtypes cost a cast. Integer tensors, or features made from them, cost none.",
+        )
+
+
+def buffers_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
+    """HS119: buffers kept in fp32: a cast would give 0 or inf, or they are frequencies, or the model updates them."""
+    passes = hooks_of(facts.model).passes
+    if passes is not None and passes.spared:
+        dtype = dtype_name(passes.casting.dtype)
+        text = f"Buffers stay float32: {dtype} would destroy what they hold, or what the model adds to them."
+        yield Found("note", listed(list(passes.spared)), text, {"buffers": list(passes.spared)})
+
+
+def fp32_in_name_only(facts: Facts) -> Iterator[Found]:
+    """HS112: fp32 tensors whose values all lie on the grid of a 16-bit format, because an op rounds them.
+
+    Checks weights after a step (a checkpoint may have held 16-bit weights) and, with a batch, the loss and the outputs
+    of modules whose inputs are fp32. Source: Liger-Kernel#1430, TransformerEngine#3193.
+    """
+    if facts.stepped_on_grid:
+        yield Found(
+            "warning",
+            facts.where(facts.stepped_on_grid),
+            "fp32 weights that have stepped hold nothing but 16-bit numbers: something rounds them after each step.",
+            {"tensors": len(facts.stepped_on_grid)},
+            "Look for what copies 16-bit weights into them: load_state_dict, .half(), a 16-bit twin of the model.",
+        )
+    if facts.outputs_on_grid:
+        text = "fp32 in name only: every value lies on a 16-bit grid, so it was rounded before it became fp32."
+        fix = "Cast to fp32 before the computation, not after it."
+        yield Found("warning", listed(facts.outputs_on_grid), text, {"outputs": facts.outputs_on_grid}, fix)
+
+
+def fsdp_reduces_in_16_bits(facts: Facts) -> Iterator[Found]:
+    """HS114: FSDP2 that averages gradients over ranks in 16 bits, because its policy has no ``reduce_dtype``.
+
+    Without ``reduce_dtype`` gradients are reduced in ``param_dtype``. Source: torch's ``MixedPrecisionPolicy``.
+    """
+    modules = []
+    for module, policy in fsdp_policies(facts.modules):
+        if policy.param_dtype in HALF_DTYPES and policy.reduce_dtype in (None, *HALF_DTYPES):
+            modules.append(facts.name_of(module))
+    if modules:
+        text = "FSDP2 adds up the gradients of all ranks in 16 bits."
+        yield Found("warning", listed(modules), text, {"modules": modules})
+
+
+RULES: Rules = {
+    "HS104": (sensitive_parts_in_16_bits, ""),
+    "HS105": (loss_in_16_bits, "Compute it from logits.float(), or within amp.auto_cast, which does so."),
+    "HS109": (average_in_16_bits, "Average fp32 weights: amp.master_model(model) gives the masters as a model."),
+    "HS111": (no_units, ""),
+    "HS112": (fp32_in_name_only, ""),
+    "HS114": (
+        fsdp_reduces_in_16_bits,
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).",
+    ),
+    "HS118": (inputs_that_a_cast_destroys, ""),
+    "HS119": (
+        buffers_that_a_cast_destroys,
+        "Nothing is lost; ops that mix dtypes cost a cast. cast_ops=False of amp.initialize casts these buffers, too.",
+    ),
+}

@@ -1,0 +1,316 @@
+"""The rules about optimizers, their state, gradients and loss scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...core.dtypes import HALF_DTYPES, dtype_name, is_half
+from ...parameters.ledger import get_grads
+from ...parameters.loss_scaler import DeviceLossScaler
+from ...stepping.attached import attached_to
+from ...torch_internals.torch_compat import initial_scale
+from .facts import Facts, Rules, gradients_of
+from .finding import Found, share
+from .lost import LostUpdates
+from .updates import decays_apart, rounds_once
+
+__all__ = ["RULES", "ZERO_GRADIENTS_FIX", "lost"]
+
+_USE_MASTERS = (
+    "Use fp32 masters, from amp.initialize(..., opt_level='O2'), or for Adam, AdamW, SGD, Adagrad and "
+    "Muon from optimizers.fuse(optimizer, master_weights=True)"
+)
+ZERO_GRADIENTS_FIX = (
+    "in float16 use a loss scale (amp.GradScaler(), loss_scale='dynamic'), or bfloat16: numbers below 6e-8 become 0; "
+    "else see what cuts the graph or multiplies by 0: detach(), a mask, a dead ReLU"
+)
+
+_MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")
+"""State entries of torch's optimizers that are 0 as long as all gradients are 0."""
+
+LOST_ERROR, LOST_WARNING = 0.5, 0.1
+"""The shares of lost updates from which HS101 is an error, or a warning."""
+
+_MANY_PASSES = 16
+
+
+def lost(where: str, fraction: float, text: str, **evidence: object) -> Found | None:
+    """Make HS101 for a share of lost updates; None if the share is small."""
+    if fraction < LOST_WARNING:
+        return None
+    return Found(
+        "error" if fraction >= LOST_ERROR else "warning",
+        where,
+        f"{share(fraction)} of the updates round to nothing{text}.",
+        {"lost": fraction, **evidence},
+    )
+
+
+def lost_updates(facts: Facts) -> Iterator[Found]:
+    """HS101: 16-bit weights that an optimizer without masters moves by less than half of their last bit.
+
+    The prediction rounds an update from state and learning rate and compares the weight. HS101 is an error if half of
+    the updates are lost, a warning from one in ten. Before the first step only Adam's update is known: it moves every
+    weight by the learning rate. Source: NVIDIA-NeMo/Automodel#3875.
+    """
+    yield from filter(None, (_lost_of(facts, entry) for entry in facts.lost))
+
+
+def _lost_of(facts: Facts, entry: LostUpdates) -> Found | None:
+    name, dtype = type(entry.optimizer).__name__, dtype_name(entry.dtype)
+    needed = f" (half of the weights need lr > {entry.lr_for_half:.1e})"
+    text = f": {dtype} weights, {name} keeps no masters, lr {entry.lr:g}{needed}"
+    known = {"lr": entry.lr, "lr_for_half": entry.lr_for_half, "dtype": dtype}
+    return lost(facts.where(entry.params), entry.fraction, text, **known)
+
+
+def stuck_second_moment(facts: Facts) -> Iterator[Found]:
+    """HS102: a second moment in 16 bits whose decay is smaller than half of its last bit.
+
+    A step multiplies the moment by beta2. If 1 - beta2 is below a quarter of the format's epsilon, every value rounds
+    back to itself, and one large gradient makes all later steps small; below half of epsilon, some values do. Measured:
+    after 5,000 steps without gradient, 0.001 is still 0.001 in bfloat16, and 6.7e-6 in fp32.
+    """
+    for moment in facts.second_moments:
+        eps, change = torch.finfo(moment.dtype).eps, 1 - moment.keeps
+        if 0 < change < eps / 2:
+            always = change < eps / 4
+            name = dtype_name(moment.dtype)
+            yield Found(
+                "error" if always else "warning",
+                facts.where(moment.params),
+                f"The second moment of {type(moment.group.optimizer).__name__} is {name} and shrinks by 1 - beta2 = "
+                f"{change:.3g} a step, less than {eps / (4 if always else 2):.3g}: "
+                f"{'it can never decay' if always else 'some of its values cannot decay'}.",
+                {"decay": change, "grid": eps / 4, "dtype": name},
+            )
+
+
+def lost_weight_decay(facts: Facts) -> Iterator[Found]:
+    """HS103: decoupled weight decay that is smaller than half of the last bit of every 16-bit weight.
+
+    AdamW multiplies the weight by 1 - lr * weight_decay and rounds it back to the same weight. If the step rounds only
+    once, the decay still adds to the update, so HS103 is only a warning. Source: OneTrainer#996.
+    """
+    for group in facts.groups:
+        lr = group.hyper.get("lr")
+        if not group.halves or not decays_apart(group.hyper) or isinstance(lr, torch.Tensor) or not lr:
+            continue
+        decay = lr * group.hyper["weight_decay"]
+        fine = {dtype for dtype in group.dtypes if 0 < decay < torch.finfo(dtype).eps / 4}
+        params = [p for p in group.halves if p.dtype in fine]
+        if params:
+            grid = torch.finfo(params[0].dtype).eps / 4
+            once = rounds_once(group.optimizer, group.hyper)
+            yield Found(
+                "warning" if once else "error",
+                facts.where(params),
+                f"lr * weight_decay = {decay:.3g} is less than {grid:.3g}: weight decay alone never changes a "
+                f"{dtype_name(params[0].dtype)} weight.",
+                {"decay": decay, "grid": grid},
+            )
+
+
+def eps_underflows(facts: Facts) -> Iterator[Found]:
+    """HS106: an ``eps`` that is 0 in the dtype of the optimizer's state, so that 0 / 0 gives NaN.
+
+    The smallest float16 number is 2**-24 = 6e-8, and Adam's default is 1e-8. A fused step computes in fp32.
+    """
+    for moment in facts.second_moments:
+        eps, info = moment.group.hyper.get("eps"), torch.finfo(moment.dtype)
+        smallest = info.smallest_normal * info.eps
+        fused = rounds_once(moment.group.optimizer, moment.group.hyper)
+        if isinstance(eps, float) and not fused and 0 < eps <= smallest / 2:  # a tie also rounds to 0
+            yield Found(
+                "error",
+                facts.where(moment.params),
+                f"eps = {eps:g} is 0 in {dtype_name(moment.dtype)}, whose smallest number is {smallest:.1e}: "
+                "a weight without gradient becomes NaN.",
+                {"eps": eps, "smallest": smallest},
+            )
+
+
+def fp16_without_loss_scale(facts: Facts) -> Iterator[Found]:
+    """HS107: float16 gradients without a loss scale: gradients below 6e-8 become 0.
+
+    Applies if trained weights, the policy or the watched forward pass are in float16 and no scaler scales. Pass a
+    scaler that only the script knows to ``check``. Source: arXiv 1710.03740, section 3.2.
+    """
+    if not facts.optimizers or not facts.scaling_is_known or torch.float16 not in facts.computed:
+        return
+    if not any(_scales(scaler) for scaler in facts.scalers):
+        off = [_kind(scaler) for scaler in facts.scalers if not _is_enabled(scaler)]
+        params = [p for group in facts.groups for p in group.params if p.dtype is torch.float16]
+        yield Found(
+            "error",
+            facts.where(params) if params else "the model",
+            "float16 without a loss scale: gradients below 6e-8 become 0." + (f" The {off[0]} is off." if off else ""),
+            {"smallest": 2.0**-24, "scalers": len(facts.scalers)},
+        )
+
+
+def useless_scaler(facts: Facts) -> Iterator[Found]:
+    """HS108: a loss scaler that multiplies by 1, or that scales losses whose gradients are not in float16.
+
+    bfloat16 has the exponents of fp32, so a scaler only costs time, and torch's scaler refuses bfloat16 gradients on
+    CUDA: '"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16''.
+    Source: datawhalechina/hello-agents#459.
+    """
+    for scaler in facts.scalers:
+        name = _kind(scaler)
+        given = "amp.initialize" not in name
+        fix = "Leave it out." if given else "Leave loss_scale out."
+        if given and _is_enabled(scaler) and not _scales(scaler):
+            message = f"The {name} stays at a scale of 1, so it scales nothing."
+            yield Found("warning", name, message, {"dtypes": _names(facts)}, "Use a dynamic scale.")
+        elif _scales(scaler) and torch.bfloat16 in facts.computed and torch.float16 not in facts.computed:
+            refuses = name == "torch.amp.GradScaler" and torch.bfloat16 in facts.trained
+            message = f"The {name} is of no use for bfloat16, which has the range of fp32."
+            message += " On CUDA it raises an error for bfloat16 gradients." if refuses else ""
+            severity = "warning" if refuses else "note"
+            yield Found(severity, name, message, {"dtypes": _names(facts)}, fix)  # type: ignore[arg-type]
+
+
+def _names(facts: Facts) -> list[str]:
+    return sorted(map(dtype_name, facts.computed))
+
+
+def _is_enabled(scaler: Any) -> bool:
+    """True if the scaler is enabled."""
+    return isinstance(scaler, DeviceLossScaler) or bool(scaler.is_enabled())
+
+
+def _scales(scaler: Any) -> bool:
+    """True if the scaler can multiply a loss by a factor other than 1."""
+    if isinstance(scaler, DeviceLossScaler):
+        return not scaler.neutral
+    inner = getattr(scaler, "loss_scaler", None)  # set on halfstep's scalers
+    if isinstance(inner, DeviceLossScaler):
+        return bool(scaler.is_enabled()) and not inner.neutral
+    moves = scaler.is_enabled() and scaler.get_growth_factor() != 1.0
+    return bool(moves) or (scaler.is_enabled() and initial_scale(scaler) != 1.0)
+
+
+def _kind(scaler: Any) -> str:
+    """Name a scaler for messages."""
+    if isinstance(scaler, DeviceLossScaler):
+        return f"{'dynamic' if scaler.dynamic else 'static'} loss scale of amp.initialize"
+    return "torch.amp.GradScaler" if type(scaler) is torch.amp.GradScaler else type(scaler).__name__
+
+
+def accumulation_in_16_bits(facts: Facts) -> Iterator[Found]:
+    """HS110: gradients of 16 or more passes summed in 16 bits.
+
+    The sum grows so much larger than the next summand that some, and finally all, of the summand's bits round away: of
+    equal summands bfloat16 loses every one from the 256th on. With halfstep's masters, gradients are summed in fp32.
+    """
+    if facts.accumulate < _MANY_PASSES:
+        return
+    params = [p for p in facts.halves if getattr(p, "grad_dtype", p.dtype) in HALF_DTYPES]
+    if params:
+        text = f"Gradients of {facts.accumulate} passes are added up in {dtype_name(params[0].dtype)}."
+        yield Found("warning", facts.where(params), text, {"passes": facts.accumulate})
+
+
+def fused_and_foreach_differ(facts: Facts) -> Iterator[Found]:
+    """HS113: torch's Adam or SGD on 16-bit weights, for which ``fused=`` changes the results and not only the speed.
+
+    With a constant gradient of 1 the second moment stalls at 0.5 with ``foreach`` and at 0.25 with ``fused``, instead
+    of reaching 1.
+    """
+    for moment in facts.second_moments:
+        group = moment.group
+        torchs = type(group.optimizer).__name__ in ("Adam", "AdamW") and not hasattr(group.optimizer, "keep_masters")
+        if torchs and moment.dtype is torch.bfloat16 and 0 < 1 - moment.keeps < torch.finfo(moment.dtype).eps / 4:
+            text = "The bfloat16 second moment stops growing at other values with fused=True than with foreach=True."
+            evidence = {"beta2": moment.keeps, "fused": bool(group.hyper.get("fused"))}
+            yield Found("note", facts.where(moment.params), text, evidence)
+    for group in facts.groups:
+        torchs = type(group.optimizer).__name__ == "SGD" and not hasattr(group.optimizer, "keep_masters")
+        if torchs and group.hyper.get("fused") and any(p.is_cpu for p in group.halves):
+            text = "SGD(fused=True) of torch leaves most 16-bit weights on a CPU as they are (seen in torch 2.13)."
+            yield Found("error", facts.where(group.halves), text, {"fused": True})
+
+
+def foreign_parameters(facts: Facts) -> Iterator[Found]:
+    """HS115: an optimizer with frozen parameters, or parameters of no model, while the model trains others.
+
+    This happens if the model, or a part of it, was created, replaced or given adapters after the optimizer. Hand-made
+    fp32 masters, which have as many weights as a 16-bit model, are no finding. A part that was replaced after ``amp``
+    prepared the optimizer is an error, as in the next step.
+    """
+    own = set(map(id, facts.own_params))
+    held = [p for one in facts.optimizers for group in one.param_groups for p in group["params"]]
+    trained = set(map(id, held))
+    foreign = [p for p in held if id(p) not in own or not p.requires_grad]
+    left = list({id(p): p for p in facts.own_params if p.requires_grad and id(p) not in trained}.values())
+    masters = any(map(is_half, left)) and not any(map(is_half, foreign))
+    as_many = sum(map(torch.Tensor.numel, foreign)) == sum(map(torch.Tensor.numel, left))
+    if not foreign or not left or (masters and as_many):
+        return
+    attached = [(found, one) for one in facts.optimizers if (found := attached_to(one)) is not None]
+    replaced = any(each.param is p for found, one in attached for each in found.replaced.find(one) for p in left)
+    yield Found(
+        "error" if replaced or len(foreign) == len(held) else "warning",
+        facts.where(left),
+        f"{len(foreign)} of {len(held)} parameters of {type(facts.optimizers[0]).__name__} are frozen or not in the "
+        f"model, and {len(left)} parameters of the model are in no optimizer given.",
+        {"foreign": len(foreign), "untrained": len(left)},
+    )
+
+
+def zero_gradients(facts: Facts) -> Iterator[Found]:
+    """HS121: the gradients of all parameters are 0, although a backward pass has run.
+
+    The rule needs gradients, so call ``check`` after a backward pass and before ``zero_grad``. Gradients that
+    ``zero_grad`` set to 0 are no finding: nonzero moments of the optimizer, or the gradients' versions, show the write.
+    """
+    if facts.any_gradient or facts.any_gradient is None:
+        return
+    params = facts.trained_params
+    pairs = list(gradients_of(params))
+    there = sum(grad is not None for grad in get_grads(params))
+    if len(pairs) < there or any(bool(grad.any()) for _, grad in pairs):  # not sampled, or sparse
+        return
+    kept = [each for p, _ in pairs for each in _moments(facts, p)]
+    untouched = not any(grad._version for _, grad in pairs)
+    if any(bool(each.any()) for each in kept) or not (kept or untouched or _would_keep(facts)):
+        return
+    text = f"All gradients are 0: those of {len(pairs)} parameters."
+    yield Found("error", facts.where([p for p, _ in pairs]), text, {"tensors": len(pairs)})
+
+
+def _moments(facts: Facts, param: torch.Tensor) -> Iterator[torch.Tensor]:
+    for optimizer in facts.optimizers:
+        state = optimizer.state.get(param) or {}
+        yield from (state[name] for name in _MOMENTS if isinstance(state.get(name), torch.Tensor))
+
+
+def _would_keep(facts: Facts) -> bool:
+    """True if every optimizer has moments after a step, so that missing moments mean that it has not stepped yet."""
+    defaults = [optimizer.defaults for optimizer in facts.optimizers]
+    return bool(defaults) and all("betas" in each or each.get("momentum") for each in defaults)
+
+
+RULES: Rules = {
+    "HS101": (lost_updates, f"{_USE_MASTERS}; or rounding='stochastic' of a fused optimizer for bfloat16."),
+    "HS102": (stuck_second_moment, f"{_USE_MASTERS}."),
+    "HS103": (lost_weight_decay, f"{_USE_MASTERS}."),
+    "HS106": (eps_underflows, f"{_USE_MASTERS}; or eps=1e-4."),
+    "HS107": (
+        fp16_without_loss_scale,
+        "Use a dynamic loss scale: amp.GradScaler(), or loss_scale='dynamic' of amp.initialize. Or train in bfloat16, "
+        "which needs none. If there is a scaler, halfstep.check knows it by scaler=scaler only.",
+    ),
+    "HS108": (useless_scaler, ""),
+    "HS110": (accumulation_in_16_bits, f"{_USE_MASTERS}; or param.grad_dtype = torch.float32 (torch 2.13)."),
+    "HS113": (fused_and_foreach_differ, f"{_USE_MASTERS}."),
+    "HS115": (
+        foreign_parameters,
+        "Make the optimizer from model.parameters() after the model was built, moved and wrapped.",
+    ),
+    "HS121": (zero_gradients, f"{ZERO_GRADIENTS_FIX[0].upper()}{ZERO_GRADIENTS_FIX[1:]}."),
+}

@@ -1,0 +1,373 @@
+"""``Monitor``: samples statistics of a training's tensors at every n-th step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...casting.scope import NO_CASTING
+from ...core.checks import check_count
+from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ...core.inner_optimizers import bare
+from ...kernels.tensor_table import Number
+from ...optimizers.base import FusedOptimizer
+from ...optimizers.param_rows import ParamRows
+from ...parameters.async_reader import capturing
+from ...stepping.attached import AttachedOptimizer, attached_to, observers
+from ...torch_internals.torch_compat import backward_pass_id, scale_of
+from ..findings.finding import Finding, log, logger
+from ..observe.names import ROOT, qualified_names
+from ..observe.row import Row, save_rows
+from ..observe.watch import Hook
+from .alarms import Alarms
+from .report import write_report
+from .sampled_step import Named, SampledStep
+from .step_rows import GradientTotals, StepRows
+from .survey import TensorSampler
+
+__all__ = ["TENSORS", "Monitor"]
+
+TENSORS = ("output", "output_grad", "grad", "update")
+"""The kinds of tensors that a monitor can sample."""
+
+_LEAST = 256  # minimum sample size of a tensor with as many elements
+_SHOWN = ("amax", "rms", "zeros", "overflow", "nan", "headroom", "subnormal", "flushed")
+
+Patterns = str | Sequence[str] | None
+
+
+class Monitor:
+    """Sample statistics of a training's tensors at every n-th step.
+
+    ::
+
+        monitor = halfstep.numerics.Monitor(model, optimizer, every=100)
+        with monitor:
+            train()
+        monitor.report("numerics.html")
+
+    A sampled step covers the outputs of modules and their gradients, the gradients of parameters, and the update of the
+    values behind them (masters, if there are any). Between sampled steps the modules have no hooks. With a fused
+    optimizer, halfstep's own or one that ``amp`` made run fused, gradients are covered in all steps, in the read that
+    the step makes for clipping anyway.
+
+    The monitor does not wait for the device: it fetches numbers after they have arrived. Compiled modules run eagerly
+    at sampled steps. With an optimizer, forward passes without gradients do not count, and neither does a step that
+    torch's GradScaler skips: its passes count for the next step. The monitor does not see gradients that are freed
+    inside the backward pass (``attach(model, release=True)``) or computed by a closure, replays of CUDA graphs, and
+    modules of TorchScript. A monitor stays alive until it is detached.
+
+    Args:
+        model: any module; the modules inside a wrapper (DistributedDataParallel) are named without the wrapper.
+        optimizer: the optimizer of its parameters, before or after ``amp`` prepares it. Without one, each forward pass
+            of the model is a step, and there are no "grad" and "update".
+        every: the distance of two sampled steps; the first step is sampled. None is 100, after the first 20.
+        tensors: a subset of ``TENSORS``. "update" also gives rows of "weight": the values before the step.
+        include: fnmatch patterns; if given, only modules and parameters with a matching name are sampled.
+        exclude: fnmatch patterns of names that are not sampled.
+        bins: True for rows with histograms of exponents, which the subnormal and flushed shares need.
+        sample: the number of elements per step whose exponents are counted. All tensors share them equally, but at
+            least 256 are taken of each.
+        scaler: the ``torch.amp.GradScaler`` that scales the losses, if there is one. halfstep's scalers are found
+            without.
+
+    Raises:
+        ArgumentTypeError: for a model or an optimizer of another type.
+        ArgumentValueError: for any other value of an argument.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        every: int | None = 100,
+        tensors: Sequence[str] = TENSORS,
+        include: Patterns = None,
+        exclude: Patterns = None,
+        bins: bool = True,
+        sample: int = 65536,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(f"Monitor takes a torch.nn.Module, not {type(model).__name__}.")
+        self._optimizer = None if optimizer is None else bare(optimizer)
+        if self._optimizer is not None and not isinstance(self._optimizer, torch.optim.Optimizer):
+            raise ArgumentTypeError(f"Monitor takes a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+        for name, number in (("every", 100 if every is None else every), ("sample", sample)):
+            check_count(name, number)
+        if isinstance(tensors, str) or not tensors or not set(tensors) <= set(TENSORS):
+            raise ArgumentValueError(f"tensors={tensors!r} must be a tuple of some of {TENSORS}.")
+        if not isinstance(scaler, (torch.amp.GradScaler, NoneType)):
+            raise ArgumentTypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, not {type(scaler).__name__}.")
+        self._model = model
+        self._every = every
+        self._kinds = frozenset(tensors)
+        self._include, self._exclude = _patterns("include", include), _patterns("exclude", exclude)
+        self._bins = bins
+        self._sample, self._scaler = sample, scaler
+        self._root = model
+        self._modules: dict[nn.Module, str] = {}
+        self._names: dict[int, str] = {}
+        self._params: list[torch.Tensor] = []  # keeps the parameters' ids unique
+        self._hooks: list[Any] = []  # while attached
+        self._next = 0
+        self._open: SampledStep | None = None
+        self._stepping = False
+        self._attached: AttachedOptimizer | None = None
+        self._totals = GradientTotals()
+        self._steps: list[StepRows] = []
+        self._ready = 0  # number of steps whose numbers have arrived
+        self._alarms = Alarms()
+
+    # ---- on and off
+
+    def attach(self) -> Monitor:
+        """Start to monitor, with the next step.
+
+        Raises:
+            UsageError: if the monitor is attached already.
+        """
+        if self._hooks:
+            raise UsageError("This Monitor is attached already; detach() it first.")
+        self._look_at_model()
+        optimizer = self._optimizer
+        if optimizer is None:
+            before = Hook(self._before_forward)
+            self._hooks = [self._root.register_forward_pre_hook(before, prepend=True, with_kwargs=True)]
+            return self
+        self._hooks = [
+            optimizer.register_step_pre_hook(Hook(self._before_plain_step)),
+            optimizer.register_step_post_hook(Hook(self._after_plain_step)),
+        ]
+        observers.append(self)
+        self._begin()
+        return self
+
+    def detach(self) -> None:
+        """Stop to monitor. The samples stay, even of an unfinished step.
+
+        All hooks are removed first, because the final count can fail.
+        """
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self in observers:
+            observers.remove(self)
+        if isinstance(self._optimizer, FusedOptimizer):
+            others = tuple(each for each in self._optimizer.on_gradients if each != self._see_gradients)
+            self._optimizer.on_gradients = others
+        self._next += self._finish(None)
+        if self._totals:  # from steps after the last sampled one
+            self._add(max(self._next - 1, 0), TensorSampler(0, 0))
+        self.findings()  # logs them
+
+    def __enter__(self) -> Monitor:
+        return self.attach()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.detach()
+        except Exception as own:  # for example from a device that the error left unusable
+            if error is None:
+                raise
+            logger.warning("Monitor was detached after %s, and could not count: %r", type(error).__name__, own)
+
+    # ---- results
+
+    def latest(self) -> dict[str, float]:
+        """Return the numbers of the newest sampled step that has arrived, for TensorBoard, wandb and so on.
+
+        Does not wait for the device. The keys are ``numerics/{module}/{tensor}/{what}``, for example
+        ``numerics/blocks.3.mlp/output/headroom``. The dict is empty until the first step has arrived.
+        """
+        self._poll(wait=False)
+        return dict(_shown(self._steps[self._ready - 1].rows(bins=True))) if self._ready else {}
+
+    def rows(self) -> list[Row]:
+        """Return all rows so far, in the order of the steps, and within a step in order of execution.
+
+        Several backward passes of one step are merged. Waits for outstanding numbers.
+        """
+        self._poll(wait=True)
+        return [row for step in self._steps for row in step.rows(bins=self._bins)]
+
+    def findings(self) -> list[Finding]:
+        """Return the findings from the rows so far, the likely cause first: HS116, HS117, HS120 and HS121.
+
+        Waits for outstanding numbers of the device.
+        """
+        self._poll(wait=True)
+        for step in self._steps[self._alarms.counted :]:
+            self._alarms.add_counted(step.rows(bins=True))
+        log(self._alarms.news(), by="halfstep.numerics.Monitor")
+        return self._alarms.findings()
+
+    def save(self, path: str | Path) -> None:
+        """Write all rows as JSON lines, for ``halfstep.numerics.compare`` and ``load_rows``."""
+        save_rows(path, self.rows())
+
+    def report(self, path: str | Path) -> None:
+        """Write one self-contained HTML page with the pictures of all rows and their tables.
+
+        Args:
+            path: the file; missing folders are created.
+
+        Raises:
+            ArgumentValueError: if there are no rows.
+        """
+        write_report(self.rows(), path)
+
+    # ---- steps
+
+    def before_step(self, attached: AttachedOptimizer) -> None:
+        """Receive the start of a step of an optimizer under ``amp``."""
+        if attached.optimizer is self._optimizer:
+            self._stepping, self._attached = True, attached
+            self._begin_update(attached.grad_scale)
+
+    def after_step(self, attached: AttachedOptimizer) -> None:
+        """Receive the end of a step, taken or skipped."""
+        if attached.optimizer is self._optimizer:
+            self._stepping = False
+            self._end_update(attached.was_skipped)
+
+    def _before_plain_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._observed(optimizer):
+            self._begin_update(getattr(optimizer, "grad_scale", None))
+
+    def _after_plain_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._observed(optimizer):
+            self._end_update(getattr(optimizer, "found_inf", None))
+
+    def _observed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True if ``before_step`` sees this step: the optimizer went through ``amp``, or a GradScaler steps it."""
+        return self._stepping or attached_to(optimizer) is not None
+
+    def _begin_update(self, grad_scale: torch.Tensor | None) -> None:
+        step, optimizer = self._open, self._optimizer
+        watches = "grad" in self._kinds
+        if watches and isinstance(optimizer, FusedOptimizer) and self._see_gradients not in optimizer.on_gradients:
+            optimizer.on_gradients = (*optimizer.on_gradients, self._see_gradients)  # it may have become fused since
+        if step is None or optimizer is None:
+            return
+        step.note_scale(self._live_scale() if grad_scale is None else grad_scale)
+        params = self._named(p for group in optimizer.param_groups for p in group["params"])
+        with NO_CASTING:
+            if watches and not isinstance(optimizer, FusedOptimizer):
+                step.add_gradients(params, "out" if grad_scale is None else "in")
+            if "update" in self._kinds:
+                step.before_update(optimizer, params)
+
+    def _end_update(self, skipped: torch.Tensor | None) -> None:
+        if self._open is not None:
+            with NO_CASTING:
+                self._open.after_update()
+        self._finish(skipped)
+        self._next += 1
+        self._poll(wait=False)
+        self._begin()
+
+    def _see_gradients(self, all_rows: Sequence[ParamRows], inverse: Number) -> None:
+        self._totals(all_rows, inverse)
+        step = self._open
+        if step is not None:
+            for rows in all_rows:
+                step.add_gradients(self._named(rows.params), "out", inverse)
+
+    def _before_forward(self, root: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin a step with a forward pass of the whole model, if there is no optimizer."""
+        if backward_pass_id() == -1:
+            self._finish(None)
+            self._poll(wait=False)
+            self._begin()
+            if self._open is not None:
+                self._open.begin_inside(root, args, kwargs)
+            self._next += 1
+
+    def _begin(self) -> None:
+        skips = self._next >= 20 and self._next % 100 if self._every is None else self._next % self._every
+        if skips or any(capturing(p.device) for p in self._root.parameters()):
+            return
+        self._look_at_model()
+        outputs, output_grads = "output" in self._kinds, "output_grad" in self._kinds
+        tensors = len(self._modules) * (outputs + output_grads)
+        if self._optimizer is not None:
+            tensors += len(self._names) * (("grad" in self._kinds) + 2 * ("update" in self._kinds))
+        self._open = SampledStep(
+            self._next,
+            self._root,
+            self._modules,
+            outputs=outputs,
+            output_grads=output_grads,
+            graded=self._optimizer is not None,
+            count=max(_LEAST, self._sample // max(tensors, 1)),
+            live_scale=self._live_scale,
+        )
+
+    def _finish(self, skipped: torch.Tensor | None) -> bool:
+        """End the sampled step, if there is one; True if the step had any rows."""
+        step, self._open = self._open, None
+        if step is None:
+            return False
+        step.close()
+        with NO_CASTING:
+            survey = step.finish(skipped)
+        return bool(survey) and self._add(self._next, survey)  # empty if the step had only begun
+
+    def _add(self, index: int, survey: TensorSampler) -> bool:
+        totals, self._totals = self._totals, GradientTotals()
+        self._steps.append(StepRows(survey, totals.finish(index, self._names)))
+        return True
+
+    def _look_at_model(self) -> None:
+        """Update names and parameters: user code may have added layers or replaced parameters."""
+        modules = {name: module for module, name in qualified_names(self._model).items()}
+        self._root = modules[ROOT]  # inside all wrappers
+        self._modules = {module: name for name, module in modules.items() if self._wanted(name)}
+        self._names, self._params = {}, []
+        for name, module in modules.items():
+            for part, param in module.named_parameters(recurse=False):
+                full = part if name == ROOT else f"{name}.{part}"
+                if self._wanted(full):
+                    self._names[id(param)] = full
+                    self._params.append(param)
+
+    def _poll(self, *, wait: bool) -> None:
+        while self._ready < len(self._steps) and (wait or self._steps[self._ready].ready):
+            self._alarms.add(self._steps[self._ready].rows(brief=True))
+            self._ready += 1
+            log(self._alarms.news(), by="halfstep.numerics.Monitor")
+
+    def _live_scale(self) -> torch.Tensor | None:
+        if self._scaler is not None:
+            return scale_of(self._scaler)
+        attached = attached_to(self._optimizer) or self._attached
+        return None if attached is None else attached.window.scale
+
+    def _named(self, params: Iterable[torch.Tensor]) -> Named:
+        return [(self._names[id(p)], p) for p in params if id(p) in self._names]
+
+    def _wanted(self, name: str) -> bool:
+        if any(fnmatchcase(name, pattern) for pattern in self._exclude or ()):
+            return False
+        return self._include is None or any(fnmatchcase(name, pattern) for pattern in self._include)
+
+
+def _shown(rows: Sequence[Row]) -> Iterator[tuple[str, float]]:
+    for row in rows:
+        name = f"numerics/{row.module}{f'[{row.call}]' if row.call else ''}/{row.tensor}"
+        yield from ((f"{name}/{what}", getattr(row, what)) for what in _SHOWN)
+
+
+def _patterns(name: str, patterns: Patterns) -> tuple[str, ...] | None:
+    if isinstance(patterns, str) or patterns is None:
+        return None if patterns is None else (patterns,)
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ArgumentTypeError(f"{name}={patterns!r} must be a pattern such as 'blocks.*', or a list of patterns.")
+    return tuple(patterns)

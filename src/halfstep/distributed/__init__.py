@@ -1,1 +1,0 @@
-"""Training on several processes: averages of gradients, messages between ranks, and checkpoints."""

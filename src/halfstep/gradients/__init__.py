@@ -1,1 +1,0 @@
-"""Gradients: where they lie, unscaling, and the loss scale in use."""

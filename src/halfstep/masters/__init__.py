@@ -1,1 +1,0 @@
-"""Master weights: the fp32 values of 16-bit weights, which optimizers update."""

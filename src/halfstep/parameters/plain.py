@@ -1,0 +1,309 @@
+"""Plain masters: an fp32 copy of each 16-bit parameter, which takes its place in the optimizer during a step only.
+
+So any optimizer updates fp32 numbers with fp32 state, and at all other times it is an ordinary optimizer over the
+model's parameters. What others write to a parameter is found by value: where the parameter is not its master rounded,
+the master becomes the parameter. This is looked at before a step, and when somebody reads masters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+
+from ..core.dtypes import cast_error, is_half
+from ..core.errors import UsageError
+from ..core.inner_optimizers import state_holders
+from ..kernels import multi_tensor
+from ..kernels.multi_tensor import TensorGroups
+from ..kernels.storage import honoured
+from .held_masters import settle
+from .ledger import get_grads, set_grads, widen
+from .master_registry import find_master, is_saved_elsewhere
+from .outside_writes import OutsideWrites, StepWrites
+from .split import entries, master_value
+from .table import Master, OptimizerTable, Slot
+
+__all__ = ["Plain", "PlainMasters", "without_masters"]
+
+
+class Plain(Master):
+    """A master that is a tensor of its own.
+
+    Args:
+        param: the parameter.
+        value: the fp32 value that it starts from.
+
+    Attributes:
+        tensor: the fp32 value.
+        dtype: the dtype of the parameter when this was made.
+        in_place: True while the tensor has the place of the parameter in an optimizer that steps. Then the parameter
+            is what the master was before the step.
+    """
+
+    def __init__(self, param: torch.Tensor, value: torch.Tensor) -> None:
+        super().__init__(param)
+        self.tensor, self.dtype, self.in_place = torch.nn.Parameter(value), param.dtype, False
+
+    @torch.no_grad()
+    def read(self) -> torch.Tensor:
+        """The tensor, up to date with what was written to the parameter."""
+        if not self.in_place:
+            self.tensor.copy_(honoured(self.tensor, self.param))
+        return self.tensor
+
+    @torch.no_grad()
+    def write(self, value: torch.Tensor) -> torch.Tensor:
+        """Set the value. Returns what it rounds to."""
+        self.tensor.copy_(value)
+        return self.tensor.to(self.param.dtype)
+
+
+class PlainMasters:
+    """The fp32 masters of one optimizer's 16-bit parameters, in the rows of its table.
+
+    Args:
+        table: the parameters of the optimizer.
+        originals: the fp32 weights that parameters were rounded from, by the identity of the parameter. Masters start
+            from these, or else from the parameter.
+
+    Attributes:
+        step_writes: the writes of the present step to parameters and not to masters.
+        places: while masters have the places of their parameters, the lists of the groups and what was in them before.
+    """
+
+    def __init__(self, table: OptimizerTable, originals: dict[int, torch.Tensor] | None = None) -> None:
+        self.table = table
+        self._generation = -1  # of the table when the three lists were made
+        self._rows: list[Slot] = []  # that have a master
+        self._params: list[torch.Tensor] = []
+        self._masters: list[Plain] = []
+        self._tensors: list[torch.nn.Parameter] = []  # of the masters
+        self._outside_writes = OutsideWrites([], [])
+        self.places: list[tuple[list[Any], list[Any]]] = []
+        self._grads: list[torch.Tensor | None] = []  # of the masters, while they are in place
+        self._states: dict[int, _States] = defaultdict(_States)  # by the identity of the optimizer
+        self._holders: list[tuple[Any, _States]] = []  # while masters are in place: optimizers whose state is swapped
+        self._groups = TensorGroups([])
+        self.step_writes = StepWrites()
+        table.start(partial(_new_master, table.optimizer, originals or {}), fp32_grads=True)
+        table.new_master = partial(_new_master, table.optimizer, {})  # the rest belongs to other optimizers
+
+    def adopt(self) -> None:
+        """Bring the lists up to date with the table.
+
+        Raises:
+            UsageError: if a weight was cast since its master was made.
+        """
+        slots = self.table.refresh()
+        if self._generation == self.table.generation:
+            return
+        self._rows = [slot for slot in slots if isinstance(slot.master, Plain)]
+        self._params = [slot.param for slot in self._rows]
+        self._masters = [slot.master for slot in self._rows if isinstance(slot.master, Plain)]
+        self._tensors = [master.tensor for master in self._masters]
+        for master in self._masters:
+            if master.param.dtype is not master.dtype:
+                raise cast_error(f"of shape {tuple(master.param.shape)}", master.dtype, master.param.dtype)
+        self._outside_writes = OutsideWrites(self._params, self._tensors)
+        self._groups = TensorGroups(self._tensors, self._params, owners=self._tensors)
+        self._generation = self.table.generation
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter and its master, up to date with what was written to the parameter."""
+        self.adopt()
+        if not self.places:
+            self._outside_writes.honour()
+        return list(zip(self._params, self._tensors, strict=True))
+
+    # ---- around a step
+
+    def enter(self) -> None:
+        """Let the optimizer see masters in place of parameters, with their gradients and their state."""
+        self.adopt()
+        widen(self.table.params)
+        self._outside_writes.honour()
+        optimizer = self.table.optimizer()
+        lists = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+        grads = get_grads(self._params)
+        self.places, self.table.frozen = lists, True  # from here on there is something to undo
+        for master, grad in zip(self._masters, grads, strict=True):
+            master.in_place, master.tensor.grad = True, grad
+        self.step_writes.begin(self._rows, grads)
+        of = dict(zip(map(id, self._params), self._tensors, strict=True))
+        for params, before in lists:
+            params[:] = [of.get(id(p), p) for p in before]  # in place: LBFGS keeps the list
+        self._holders = [(holder, self._states[id(holder)]) for holder in state_holders(optimizer)]
+        for holder, states in self._holders:
+            states.swap_in(holder, of)
+        self._grads = grads
+
+    def leave(self) -> None:
+        """Undo ``enter``, and round every master into its parameter. Does nothing if that is done.
+
+        It may be called again after Ctrl-C in ``enter`` or in this, and then does what is left.
+        """
+        if not self.places:
+            return
+        for params, before in self.places:
+            params[:] = before
+        for holder, states in self._holders:
+            states.swap_out(holder, zip(self._params, self._tensors, strict=True))
+        self._holders = []
+        for param, master, grad in zip(self._params, self._tensors, self._grads):  # noqa: B905 - may be empty
+            if master.grad is not grad:  # the step has cleared or replaced it
+                param.grad = None
+                if master.grad is not None:
+                    set_grads([param], [master.grad])
+        self._grads = []
+        for master in self._tensors:
+            master.grad = None
+        self.step_writes.end()
+        multi_tensor.copy(self._tensors, self._params, groups=self._groups)
+        for each in self._masters:
+            each.in_place = False
+        self.places, self.table.frozen = [], False
+
+    def has_in_place(self, key: object) -> bool:
+        """Whether something is a master that has the place of its parameter now."""
+        return bool(self.places) and any(key is master for master in self._tensors)
+
+    # ---- in a checkpoint of the optimizer
+
+    def save(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Add the masters that nobody else saves to what ``state_dict()`` of the optimizer returned."""
+        settle(refresh=False)
+        for param, name in _names(optimizer, saved):
+            master = None if is_saved_elsewhere(param) else self.table.master_of(param)
+            if master is not None:
+                saved["state"][name] = {**saved["state"].get(name, {}), "master": master.read().detach()}
+        return saved
+
+    @torch.no_grad()
+    def load(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        """Load the masters that ``save``, or a fused optimizer, has added."""
+        for param, name in _names(optimizer, saved):
+            state = saved["state"].get(name, {})
+            slot = self.table.find(param)
+            if slot is not None and slot.master is not None and not is_saved_elsewhere(param) and _has_master(state):
+                slot.master.write(state["master"] if "master" in state else master_value(param, state))
+
+
+@torch.no_grad()
+def _new_master(optimizer: Callable[[], Any], originals: dict[int, torch.Tensor], param: torch.Tensor) -> Plain | None:
+    """The master of a 16-bit parameter that has none, and fp32 state to go with it; None if it is frozen.
+
+    A frozen parameter with an original has a master, too: it was trainable before the optimizer was copied.
+    Two optimizers that share a parameter share its master.
+    """
+    start = originals.get(id(param))
+    if not (param.requires_grad or start is not None):
+        return None
+    master = find_master(param)
+    if not isinstance(master, Plain):
+        weight = param.detach()
+        fp32 = weight.float() if start is None else honoured(start.to(param.device, torch.float32), weight)
+        master = Plain(param, fp32)
+    state = optimizer().state.get(param) or {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and (is_half(value) or _is_float64_like(value, param)):
+            state[name] = value.float()
+    return master
+
+
+def _is_float64_like(value: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether a state is the float64 one of a parameter that was float64 itself."""
+    return value.dtype is torch.float64 and value.shape == param.shape
+
+
+class _StateByMaster(defaultdict[Any, Any]):
+    """An optimizer's state during a step, which refuses to make an entry for a parameter whose master has its place."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.masters: dict[int, torch.nn.Parameter] = {}  # by the identity of the parameter; a copy has none
+
+    def __missing__(self, key: Any) -> Any:
+        if id(key) in self.masters:
+            raise UsageError(
+                f"The state of a 16-bit weight of shape {tuple(key.shape)} was looked up by the weight while its fp32 "
+                "master has its place in the optimizer, which keeps a list of the weights of its own. Have it go "
+                "through self.param_groups, whose parameters are the keys of its state, or train at O1, where the "
+                "weights are fp32."
+            )
+        return super().__missing__(key)
+
+
+class _States:
+    """An optimizer's state under two sets of keys: by parameter, and by master during a step.
+
+    The entries are the same dicts. Both maps are kept from step to step, because building one hashes every tensor,
+    which is a Python call each.
+    """
+
+    def __init__(self) -> None:
+        self._outer: Any = None
+        self._inner: Any = None
+        self._keys: list[Any] = []
+        self._entries: list[Any] = []
+
+    def swap_in(self, optimizer: torch.optim.Optimizer, of: dict[int, torch.nn.Parameter]) -> None:
+        """Key the state by master."""
+        outer = optimizer.state
+        if outer is not self._outer or not (_same(outer.values(), self._entries) and _same(outer, self._keys)):
+            self._outer, self._keys, self._entries = outer, list(outer), list(outer.values())
+            self._inner = _StateByMaster(dict, {of.get(id(key), key): entry for key, entry in outer.items()})
+        self._inner.masters = of
+        optimizer.state = self._inner
+
+    def swap_out(
+        self, optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[torch.Tensor, torch.nn.Parameter]]
+    ) -> None:
+        """Key the state by parameter, with what the step changed."""
+        inner = optimizer.state
+        if inner is not self._inner or not _same(inner.values(), self._entries):
+            params = {id(master): param for param, master in pairs}
+            found = {params.get(id(key), key): entry for key, entry in inner.items()}
+            if inner is not self._inner:  # load_state_dict
+                optimizer.state, self._outer = defaultdict(dict, found), None
+                return
+            self._outer.clear()
+            self._outer.update(found)
+            self._keys, self._entries = list(self._outer), list(inner.values())
+        optimizer.state = self._outer
+
+
+def _same(now: Iterable[Any], before: list[Any]) -> bool:
+    now = list(now)
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def without_masters(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict of an optimizer as torch's own has it."""
+    kept = entries(saved["state"])
+    if not any(map(_has_master, kept.values())):
+        return saved
+    others = {name: value for name, value in saved["state"].items() if name not in kept}
+    apart = {
+        name: own
+        for name, state in kept.items()
+        if (own := {key: value for key, value in state.items() if key not in _MASTERS})
+    }
+    return {**saved, "state": {**apart, **others}}
+
+
+_MASTERS = {"master", "remainder"}
+
+
+def _has_master(state: Any) -> bool:
+    return isinstance(state, dict) and not _MASTERS.isdisjoint(state)
+
+
+def _names(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> list[tuple[torch.Tensor, Any]]:
+    """The parameters of an optimizer, and their names in a state dict."""
+    groups = zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    return [pair for group, names in groups for pair in zip(group["params"], names["params"], strict=True)]

@@ -1,0 +1,240 @@
+"""Who keeps what for an optimizer: masters by itself or beside it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from halfstep import amp, optimizers
+from halfstep.kernels.shards import local
+from halfstep.kernels.storage import SPLIT, Storage, plain
+from halfstep.parameters import held_masters
+from halfstep.parameters.keeper import MasterKeeper
+from halfstep.parameters.ledger import set_grads
+from halfstep.parameters.master_registry import keeper_of
+from halfstep.parameters.outside_writes import StepWrites
+from halfstep.parameters.plain import Plain
+from halfstep.parameters.split import adapt, master_value
+from halfstep.parameters.table import Slot, record_of
+from tests.support.worlds import BF16, FP32, scaled_step
+
+needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+
+
+class MasteringOptimizer(optimizers.FusedSGD):
+    """Keeps masters itself."""
+
+    asked: Any = None
+
+    def keep_masters(self, started: Any = None) -> None:
+        self.asked = started
+        super().keep_masters(started)
+
+
+def params(dtype: torch.dtype) -> tuple[nn.Parameter, nn.Parameter]:
+    return nn.Parameter(torch.zeros(2, dtype=dtype)), nn.Parameter(torch.zeros(2, dtype=dtype))
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("own", [True, False])
+def test_masters_are_kept_by_the_optimizer_if_it_can_and_may(own: bool) -> None:
+    half, _ = params(BF16)
+    originals = {id(half): torch.full((2,), 1.0)}
+    optimizer = MasteringOptimizer([half], lr=1.0)
+    keeper = MasterKeeper(optimizer, True, originals, own=own)
+    assert (keeper.any, keeper.replicated) == (True, True)
+    assert (optimizer.asked is originals, keeper.plain is None) == (own, own)
+
+
+def test_masters_elsewhere_are_not_made_here() -> None:
+    half, single = *params(BF16)[:1], params(FP32)[0]
+    optimizer = MasteringOptimizer([half, single], lr=1.0)
+    keeper = MasterKeeper(optimizer, "elsewhere")
+    assert (keeper.any, keeper.replicated, keeper.plain, optimizer.asked) == (True, False, None, None)
+    assert (keeper.has(half), keeper.has(single)) == (True, False)
+    half.requires_grad_(False)
+    assert not keeper.has(half)
+    assert held_masters.master_of(half) is None
+    assert keeper.started() == []
+    with keeper.in_place():
+        assert optimizer.param_groups[0]["params"][0] is half
+
+
+def test_plain_masters_are_seen_written_and_in_place_for_a_while() -> None:
+    half, single = params(BF16)[0], params(FP32)[0]
+    optimizer = torch.optim.SGD([half, single], lr=1.0)
+    keeper = MasterKeeper(optimizer, True)
+    assert held_masters.master_of(single) is None
+    rounded = held_masters.write_master(half, torch.full((2,), 1.0 + 2.0**-12))
+    assert rounded.tolist() == [1.0, 1.0]
+    half.data.copy_(rounded)
+    master = held_masters.master_of(half)
+    assert master is not None
+    assert (master.tolist(), master.requires_grad) == ([1.0 + 2.0**-12] * 2, False)
+    ((p, started),) = keeper.started()
+    assert (p is half, started.dtype) == (True, FP32)
+    set_grads([half], [torch.ones(2, dtype=BF16)])
+    with pytest.raises(ZeroDivisionError):
+        look_inside(keeper, optimizer)
+    assert optimizer.param_groups[0]["params"][0] is half
+    assert (keeper_of(half), keeper_of(single)) == (keeper, None)
+
+
+def test_a_parameter_that_is_trained_later_has_a_master_when_it_is_asked_for() -> None:
+    half, later = params(BF16)
+    later.requires_grad_(False)
+    optimizer = torch.optim.SGD([half, later], lr=1.0)
+    keeper = MasterKeeper(optimizer, True)
+    assert [p.dtype for p in keeper.master_params()] == [FP32, BF16]
+    later.requires_grad_(True)
+    assert [p.dtype for p in keeper.master_params()] == [FP32, FP32]
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_a_closure_sees_the_parameters_in_their_places(masters: bool) -> None:
+    half = params(BF16)[0]
+    optimizer = torch.optim.SGD([half], lr=1.0)
+    keeper = MasterKeeper(optimizer, masters)
+    set_grads([half], [torch.ones(2, dtype=FP32 if masters else BF16)])
+
+    def place() -> torch.Tensor:
+        found: torch.Tensor = optimizer.param_groups[0]["params"][0]
+        return found
+
+    with keeper.in_place():
+        master = place()
+        assert (master is half) is not masters
+        with torch.no_grad():
+            master.fill_(1.0 + 2.0**-12)
+        with keeper.out_of_place():
+            assert place() is half
+            assert half.tolist() == [1.0, 1.0], "the parameter has been rounded from its master"
+            half.grad = torch.full((2,), 4.0).to(half.grad.dtype)  # type: ignore[union-attr]
+        assert place() is master
+        assert place().grad.tolist() == [4.0, 4.0]  # type: ignore[union-attr]
+        assert place().grad.dtype is (FP32 if masters else BF16)  # type: ignore[union-attr]
+    assert place() is half
+
+
+def look_inside(keeper: MasterKeeper, optimizer: torch.optim.Optimizer) -> float:
+    with keeper.in_place():
+        inside, single = optimizer.param_groups[0]["params"]
+        assert (inside.dtype, inside.grad.dtype, type(single)) == (FP32, FP32, nn.Parameter)
+        return 1 / 0
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_masters_are_loaded_from_values_of_any_dtype(saved: torch.dtype, fused: bool, stepped: bool) -> None:
+    model: Any = nn.Linear(2, 2)  # two 16-bit numbers have the size of one fp32 number
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, fused=fused, verbosity=0)
+    if stepped:
+        scaled_step(model(torch.ones(1, 2)).float().sum(), optimizer)
+    values = {name: (torch.arange(v.numel()).view_as(v) / 3).to(saved) for name, v in model.state_dict().items()}
+    model.load_state_dict(values)
+    for value, master in zip(values.values(), amp.master_params(optimizer), strict=True):
+        assert torch.equal(master.detach() + 0, value.float())
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("own", [True, False])
+def test_when_masters_are_gone_gradients_have_the_parameters_dtype(own: bool) -> None:
+    half, _ = params(BF16)
+    optimizer = MasteringOptimizer([half], lr=1.0)
+    keeper = MasterKeeper(optimizer, True, own=own)
+    assert half.grad_dtype is FP32
+    del keeper, optimizer
+    gc.collect()
+    assert half.grad_dtype is BF16
+
+
+def test_a_closure_may_bring_16_bit_gradients() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
+    amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, loss_scale=1.0, fused=False, verbosity=0)
+    before = model.state_dict()["weight"].clone()
+
+    def closure() -> float:
+        if hasattr(torch.Tensor, "grad_dtype"):
+            model.weight.grad_dtype = None
+        model.weight.grad = torch.ones_like(model.weight)
+        return 0.0
+
+    optimizer.step(closure)
+    torch.testing.assert_close(model.state_dict()["weight"], before - 2.0**-12, rtol=0, atol=2.0**-24)
+
+
+@pytest.fixture
+def sharded() -> Iterator[nn.Parameter]:
+    """A bfloat16 parameter that is shared out to one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield nn.Parameter(distribute_tensor(torch.zeros(2, dtype=BF16), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    dist.destroy_process_group()
+
+
+@needs_grad_dtype
+def test_the_master_of_a_sharded_weight_is_sharded_as_it_is(sharded: nn.Parameter) -> None:
+    optimizer = optimizers.FusedAdam([sharded], lr=1.0, master_weights=True)
+    keeper = MasterKeeper(optimizer, True)
+    master: Any = keeper.view(sharded)
+    assert (master.dtype, master.placements) == (torch.float32, sharded.placements)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        local(master).fill_(1.0 + 2**-12)  # which bfloat16 does not have
+    assert local(keeper.view(sharded)).tolist() == [1.0 + 2**-12] * 2
+    assert local(sharded.detach()).tolist() == [1.0] * 2
+
+
+@needs_grad_dtype
+def test_the_master_of_a_sharded_weight_has_its_gradient(sharded: nn.Parameter) -> None:
+    optimizer = optimizers.FusedAdam([sharded], lr=1.0, master_weights=True)
+    keeper = MasterKeeper(optimizer, True)
+    assert keeper.view(sharded).grad is None
+    sharded.grad = torch.ones_like(sharded)
+    grad: Any = keeper.view(sharded).grad
+    assert (grad.dtype, grad.placements) == (FP32, sharded.placements)  # type: ignore[attr-defined]
+    assert local(grad).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("storage", [SPLIT, plain(BF16)], ids=lambda storage: storage.kind)
+def test_the_form_of_a_sharded_master_changes_as_that_of_a_whole_one(sharded: nn.Parameter, storage: Storage) -> None:
+    """1 and half of its last bit: a tie, which the two forms round to different sides."""
+    state: dict[str, Any] = {"master": torch.full_like(sharded.detach(), 1.0 + 2**-8, dtype=FP32)}
+    local(sharded.detach()).fill_(1.0)
+    for form in (SPLIT, plain(BF16), storage):
+        adapt(sharded, state, form)
+        (kept,) = state.values()
+        assert (type(kept), kept.placements) == (type(sharded.data), sharded.placements)  # type: ignore[attr-defined]
+        assert local(sharded.detach()).tolist() == [1.0 + 2**-7 if form is SPLIT else 1.0] * 2
+        assert local(master_value(sharded, state)).tolist() == [1.0 + 2**-8] * 2
+
+
+def test_a_plain_master_of_a_sharded_weight_takes_what_is_written_to_it(sharded: nn.Parameter) -> None:
+    optimizer = torch.optim.SGD([sharded], lr=1.0)
+    keeper = MasterKeeper(optimizer, True)
+    for value in (float("nan"), 1.0):
+        local(sharded.detach()).fill_(value)
+        master = held_masters.master_of(sharded)
+        assert master is not None
+        torch.testing.assert_close(local(master), torch.full((2,), value), equal_nan=True)
+    assert keeper.view(sharded).dtype is FP32
+
+
+@pytest.mark.parametrize("wrote", ["weight", "master"])
+def test_writes_of_a_step_to_sharded_weights(wrote: str, sharded: nn.Parameter) -> None:
+    writes = StepWrites()
+    beside = Plain(sharded, sharded.detach().float())
+    beside.in_place, master = True, beside.tensor
+    writes.begin([Slot(sharded, 0, record_of(sharded), master=beside)], [master])
+    local((sharded if wrote == "weight" else master).detach()).fill_(1.0)
+    writes.end()
+    assert local(master.detach()).tolist() == [1.0, 1.0]

@@ -1,0 +1,457 @@
+"""``PlainMasters``: fp32 values behind 16-bit parameters, which take their places in the optimizer while it steps."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.core.errors import UsageError
+from halfstep.parameters import held_masters
+from halfstep.parameters import master_registry as holders
+from halfstep.parameters.ledger import get_grads, set_grads
+from halfstep.parameters.plain import Plain, PlainMasters
+from halfstep.parameters.table import OptimizerTable, record_of
+from tests.support.worlds import BF16, FP16
+
+FINE = 1.0 + 2.0**-12  # rounds to 1 in 16 bits
+in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
+
+
+def param(value: float = 1.0, dtype: torch.dtype = BF16, *, grad: float | None = 1.0) -> nn.Parameter:
+    made = nn.Parameter(torch.full((2,), value, dtype=dtype))
+    if grad is not None:
+        set_grads([made], [torch.full((2,), grad)])
+    return made
+
+
+def sgd(*params: nn.Parameter, lr: float = 2.0**-12, momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr, momentum=momentum)
+
+
+def plain_masters(optimizer: Any, originals: dict[int, torch.Tensor] | None = None) -> PlainMasters:
+    return PlainMasters(OptimizerTable.of(optimizer, fp32_grads=True), originals)
+
+
+def step(masters: PlainMasters, optimizer: torch.optim.Optimizer) -> None:
+    masters.enter()
+    optimizer.step()
+    masters.leave()
+
+
+def master_of(masters: PlainMasters, p: torch.Tensor) -> float:
+    master = masters.table.master_of(p)
+    assert master is not None
+    return float(master.read().detach()[0])
+
+
+@in_both_halves
+def test_trainable_16_bit_parameters_have_masters_and_no_others(half: torch.dtype) -> None:
+    trained, frozen, single = param(dtype=half), param(dtype=half), param(dtype=torch.float32)
+    frozen.requires_grad_(False)
+    optimizer = sgd(trained, frozen, single)
+    masters = plain_masters(optimizer)
+    masters.adopt()
+    ((p, master),) = masters.pairs()
+    assert p is trained
+    assert (type(master), master.dtype, master.requires_grad) == (nn.Parameter, torch.float32, True)
+    assert [masters.table.master_of(q) is None for q in (trained, frozen, single)] == [False, True, True]
+    frozen.requires_grad_(True)
+    masters.adopt()
+    assert masters.table.master_of(trained).read() is master
+    assert masters.table.master_of(frozen) is not None
+
+
+def test_masters_start_from_the_weights_before_they_were_rounded() -> None:
+    known, written, unknown = param(), param(5.0), param(3.0)
+    optimizer = sgd(known, written, unknown)
+    originals = {id(p): torch.full((2,), FINE, dtype=torch.float64) for p in (known, written)}
+    masters = plain_masters(optimizer, originals)
+    masters.adopt()
+    assert [master_of(masters, p) for p in (known, written, unknown)] == [FINE, 5.0, 3.0]
+
+
+def test_originals_serve_the_first_adoption_only() -> None:
+    p, later = param(), param()
+    optimizer = sgd(p)
+    masters = plain_masters(optimizer, {id(later): torch.full((2,), FINE)})
+    masters.adopt()
+    optimizer.add_param_group({"params": [later]})
+    masters.adopt()
+    assert master_of(masters, later) == 1.0
+
+
+@in_both_halves
+def test_a_step_moves_the_master_and_rounds_it_into_the_parameter(half: torch.dtype) -> None:
+    p, single = param(dtype=half), param(dtype=torch.float32)
+    optimizer = sgd(p, single, momentum=0.0)
+    masters = plain_masters(optimizer)
+    for i in range(1, 9):
+        step(masters, optimizer)
+        assert master_of(masters, p) == 1.0 - i * 2.0**-12
+        assert p.tolist()[0] == torch.tensor(1.0 - i * 2.0**-12).to(half)
+        assert single.tolist()[0] == 1.0 - i * 2.0**-12
+
+
+def test_the_optimizer_holds_masters_only_while_it_steps() -> None:
+    p, single = param(), param(dtype=torch.float32)
+    optimizer = sgd(p, single)
+    masters = plain_masters(optimizer)
+    listed: Any = optimizer.param_groups[0]["params"]
+    grad = p.grad
+    masters.enter()
+    master = listed[0]
+    assert master is not p
+    assert listed[1] is single
+    assert optimizer.param_groups[0]["params"] is listed, "LBFGS keeps the list"
+    assert master.grad is grad
+    optimizer.step()
+    assert {id(q) for q in optimizer.state} == {id(master), id(single)}
+    masters.leave()
+    assert listed[0] is p
+    assert master.grad is None
+    assert p.grad is grad
+    assert {id(q) for q in optimizer.state} == {id(p), id(single)}
+    assert optimizer.state[p]["momentum_buffer"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_is_written_to_a_parameter_in_a_step_counts_unless_its_master_has_moved(moved: bool) -> None:
+    p = param()
+    optimizer = sgd(p, lr=0.5)
+    masters = plain_masters(optimizer)
+    masters.enter()
+    with torch.no_grad():
+        p.fill_(5.0)
+    assert master_of(masters, p) == 1.0
+    if moved:
+        optimizer.step()
+    masters.leave()
+    assert p.tolist() == ([0.5, 0.5] if moved else [5.0, 5.0])
+    assert master_of(masters, p) == p[0]
+    with torch.no_grad():
+        p.fill_(3.0)
+    assert master_of(masters, p) == 3.0
+
+
+def test_data_that_was_used_before_a_step_is_no_write_in_it() -> None:
+    p = param()
+    optimizer = sgd(p)
+    masters = plain_masters(optimizer)
+    masters.enter()
+    masters.leave()
+    p.data.fill_(2.0)
+    masters.enter()
+    optimizer.param_groups[0]["params"][0].data.add_(1.0)  # gives the master no new version
+    masters.leave()
+    assert p.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("change", ["cleared", "replaced", "zeroed", "left"])
+def test_what_a_step_does_to_gradients_reaches_the_parameters(change: str) -> None:
+    p, single = param(grad=2.0), param(dtype=torch.float32, grad=2.0)
+    optimizer = sgd(p, single)
+    masters = plain_masters(optimizer)
+    masters.enter()
+    for each in optimizer.param_groups[0]["params"]:
+        if change == "cleared":
+            each.grad = None
+        elif change == "replaced":
+            each.grad = each.grad * 3
+        elif change == "zeroed":
+            each.grad.zero_()
+    masters.leave()
+    wanted = {"cleared": None, "replaced": [6.0, 6.0], "zeroed": [0.0, 0.0], "left": [2.0, 2.0]}[change]
+    assert [None if grad is None else grad.tolist() for grad in get_grads([p, single])] == [wanted, wanted]
+
+
+def test_leaving_twice_does_nothing() -> None:
+    p = param()
+    optimizer = sgd(p)
+    masters = plain_masters(optimizer)
+    step(masters, optimizer)
+    with torch.no_grad():
+        p.fill_(3.0)
+    masters.leave()
+    assert p.tolist() == [3.0, 3.0]
+    assert master_of(masters, p) == 3.0
+
+
+def test_state_of_16_bits_becomes_fp32_and_the_rest_stays() -> None:
+    p = param()
+    optimizer = sgd(p)
+    buffer, count = torch.ones(2, dtype=BF16), torch.tensor(3)
+    optimizer.state[p] = {"momentum_buffer": buffer, "count": count, "name": "p"}
+    plain_masters(optimizer)
+    state = optimizer.state[p]
+    assert (state["momentum_buffer"].dtype, state["count"], state["name"]) == (torch.float32, count, "p")
+
+
+def test_state_of_a_model_that_was_float64_becomes_fp32() -> None:
+    p = param(dtype=torch.float64, grad=None)
+    p.grad = torch.ones_like(p)
+    optimizer = torch.optim.Adam([p], lr=0.5)
+    optimizer.step()
+    p.grad = None
+    p.data = p.data.to(BF16)
+    set_grads([p], [torch.ones(2)])
+    step(plain_masters(optimizer), optimizer)
+    assert {value.dtype for value in optimizer.state[p].values()} == {torch.float32}
+
+
+def test_state_is_carried_from_step_to_step_wherever_it_came_from() -> None:
+    p, q = param(), param(dtype=torch.float32)
+    optimizer = sgd(p, q)
+    masters = plain_masters(optimizer)
+    step(masters, optimizer)
+    step(masters, optimizer)
+    for state in optimizer.state.values():
+        assert state["momentum_buffer"][0] == pytest.approx(1.9)
+    optimizer.state[p] = {"momentum_buffer": torch.full((2,), 10.0)}  # an entry replaced
+    step(masters, optimizer)
+    assert optimizer.state[p]["momentum_buffer"][0] == pytest.approx(10.0)
+    optimizer.state.clear()
+    step(masters, optimizer)
+    assert optimizer.state[p]["momentum_buffer"][0] == 1.0
+    saved = optimizer.state_dict()
+    saved["state"][0]["momentum_buffer"] = torch.full((2,), 20.0)
+    masters.enter()
+    optimizer.load_state_dict(saved)  # makes a new map
+    masters.leave()
+    assert {id(key) for key in optimizer.state} == {id(p), id(q)}
+    step(masters, optimizer)
+    assert optimizer.state[p]["momentum_buffer"][0] == pytest.approx(19.0)
+
+
+# ---- writes to parameters
+
+
+@in_both_halves
+@torch.no_grad()
+def test_a_written_parameter_is_the_truth_and_the_rest_keeps_its_bits(half: torch.dtype) -> None:
+    p = param(dtype=half)
+    optimizer = sgd(p, lr=0.0)
+    masters = plain_masters(optimizer, {id(p): torch.full((2,), FINE)})
+    masters.adopt()
+    p[0] = 5.0
+    assert masters.table.master_of(p).read().tolist() == [5.0, FINE]
+    p.data[0] = 6.0  # leaves no version
+    assert masters.table.master_of(p).read().tolist() == [6.0, FINE]
+    with torch.enable_grad():
+        step(masters, optimizer)
+    assert p.tolist() == [6.0, 1.0]
+    assert [master.tolist() for _, master in masters.pairs()] == [[6.0, FINE]]
+
+
+@torch.no_grad()
+def test_a_parameter_whose_data_was_only_looked_at_was_not_written() -> None:
+    p = param()
+    optimizer = sgd(p, lr=0.0)
+    masters = plain_masters(optimizer, {id(p): torch.full((2,), FINE)})
+    masters.adopt()
+    assert p.data[0] == 1.0
+    p.add_(0.0)  # a new version and the same value
+    assert master_of(masters, p) == FINE
+    with torch.enable_grad():
+        step(masters, optimizer)
+    assert master_of(masters, p) == FINE
+
+
+@torch.no_grad()
+def test_a_write_sets_the_master_and_returns_what_is_to_be_written_to_the_parameter() -> None:
+    for half in (BF16, FP16):
+        p = param(dtype=half)
+        optimizer = sgd(p)
+        masters = plain_masters(optimizer)
+        masters.adopt()
+        rounded = masters.table.master_of(p).write(torch.tensor([2.0, 3.0 + 2.0**-11]))
+        assert (rounded.dtype, rounded.tolist()) == (half, [2.0, 3.0])
+        p.copy_(rounded)
+        assert masters.table.master_of(p).read().tolist() == [2.0, 3.0 + 2.0**-11]
+
+
+WRITES: dict[str, Any] = {
+    "in place": lambda p: p.fill_(5.0),
+    "data": lambda p: p.data.fill_(5.0),
+    "other memory": lambda p: setattr(p, "data", torch.full((2,), 5.0, dtype=p.dtype)),
+    "data of a detached one": lambda p: p.detach().data.fill_(5.0),
+    "a view": lambda p: p.data.view(-1)[:].fill_(5.0),
+    "its bits": lambda p: p.data.view(torch.int16).copy_(torch.full((2,), 5.0, dtype=p.dtype).view(torch.int16)),
+}
+
+
+@in_both_halves
+@pytest.mark.parametrize("reader", ["of", "pairs", "a step"])
+@pytest.mark.parametrize("write", WRITES)
+@torch.no_grad()
+def test_a_written_parameter_is_found_by_its_value(write: str, reader: str, half: torch.dtype) -> None:
+    p, other = param(dtype=half), param(dtype=half)
+    optimizer = sgd(p, other, lr=0.0)
+    masters = plain_masters(optimizer, {id(q): torch.full((2,), FINE) for q in (p, other)})
+    for value in (5.0, 5.0):
+        masters.adopt()
+        WRITES[write](p)
+        if reader == "of":
+            assert [masters.table.master_of(q).read().tolist() for q in (p, other)] == [[value] * 2, [FINE] * 2]
+        elif reader == "a step":
+            with torch.enable_grad():
+                step(masters, optimizer)
+            assert p.tolist() == [value] * 2
+        assert [master.tolist() for _, master in masters.pairs()] == [[value] * 2, [FINE] * 2]
+        step(masters, optimizer)
+
+
+@torch.no_grad()
+def test_layouts_and_dtypes_that_mix_are_found_too() -> None:
+    wide = nn.Parameter(torch.ones(2, 3, dtype=BF16).t())  # not contiguous
+    ps = [wide, param(dtype=FP16), nn.Parameter(torch.ones((), dtype=BF16)), nn.Parameter(torch.ones(0, dtype=BF16))]
+    optimizer = sgd(*ps)
+    masters = plain_masters(optimizer, {id(p): torch.full(p.shape, FINE) for p in ps})
+    masters.adopt()
+    wide[2, 1], ps[1][0] = 3.0, 4.0
+    expected = torch.full((3, 2), FINE)
+    expected[2, 1] = 3.0
+    found = [master for _, master in masters.pairs()]
+    assert torch.equal(found[0], expected)
+    assert [master.tolist() for master in found[1:]] == [[4.0, FINE], FINE, []]
+
+
+class StepsOnData(torch.optim.SGD):
+    """As old optimizers are written: it changes no version of what it steps on."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad, alpha=-(2.0**-12))
+
+
+class StepsOnItsOwnList(StepsOnData):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1.0)
+        self.own = list(params)
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.own:
+            p.data.sub_(0.5)
+
+
+def test_a_step_that_writes_through_data_moves_masters() -> None:
+    p = param()
+    optimizer = StepsOnData([p], lr=1.0)
+    masters = plain_masters(optimizer)
+    for i in range(1, 33):
+        step(masters, optimizer)
+        assert master_of(masters, p) == 1.0 - i * 2.0**-12
+    assert p.tolist() == [1.0 - 2.0**-7] * 2
+
+
+def test_a_step_that_writes_through_data_of_a_list_of_its_own_is_honoured() -> None:
+    p = param(8.0)
+    optimizer = StepsOnItsOwnList([p])
+    masters = plain_masters(optimizer)
+    for i in range(1, 4):
+        step(masters, optimizer)
+        assert p.tolist() == [8.0 - 0.5 * i] * 2
+        assert master_of(masters, p) == 8.0 - 0.5 * i
+
+
+def test_a_parameter_that_changed_its_dtype_is_refused() -> None:
+    first, p = param(), param()
+    optimizer = sgd(first, p)
+    masters = plain_masters(optimizer)
+    masters.adopt()
+    p.data = p.data.float()
+    with pytest.raises(UsageError, match=r"weight of shape \(2,\) was cast to bfloat16 and is float32 now"):
+        masters.pairs()
+
+
+# ---- parameters that leave
+
+
+def test_a_parameter_put_in_the_place_of_another_takes_no_part_in_its_steps() -> None:
+    old, new, other = param(), param(), param(dtype=torch.float32)
+    for replacement in (new, other):
+        optimizer = sgd(old, lr=0.25)
+        masters = plain_masters(optimizer, {id(old): torch.full((2,), FINE)})
+        masters.adopt()
+        optimizer.param_groups[0]["params"][0] = replacement
+        step(masters, optimizer)
+        assert [id(p) for p, _ in masters.pairs()] == ([id(new)] if replacement is new else [])
+        assert replacement.tolist()[0] == 0.75
+        assert old.tolist() == [1.0, 1.0]
+        assert master_of(masters, old) == FINE, "its master rests"
+
+
+def test_a_resting_master_hears_of_writes_and_comes_back() -> None:
+    p, q = param(), param()
+    optimizer = sgd(p, q)
+    masters = plain_masters(optimizer, {id(p): torch.full((2,), FINE)})
+    masters.adopt()
+    master = masters.table.master_of(p)
+    optimizer.param_groups[0]["params"] = [q]
+    step(masters, optimizer)
+    with torch.no_grad():
+        p[0] = 5.0
+    assert masters.table.master_of(p).read().tolist() == [5.0, FINE]
+    optimizer.param_groups[0]["params"] = [q, p]
+    masters.adopt()
+    assert masters.table.master_of(p) is master
+
+
+def test_a_resting_master_goes_with_its_parameter() -> None:
+    p, q = param(), param()
+    optimizer = sgd(p, q)
+    masters = plain_masters(optimizer)
+    masters.adopt()
+    master = weakref.ref(masters.table.master_of(p).read())
+    optimizer.param_groups[0]["params"] = [q]
+    step(masters, optimizer)
+    step(masters, optimizer)
+    assert master() is not None
+    del p
+    gc.collect()
+    assert master() is None
+
+
+# ---- who holds a master
+
+
+class Keeper:
+    replicated = False
+
+    def __init__(self, p: torch.Tensor, value: torch.Tensor | None) -> None:
+        self.there = None if value is None else Plain(p, value)
+
+    def find(self, p: torch.Tensor) -> Plain | None:
+        return self.there
+
+
+def test_the_first_holder_that_lives_is_asked() -> None:
+    p = param()
+    one, two = Keeper(p, torch.full((2,), FINE)), Keeper(p, None)
+    assert holders.keeper_of(p) is None
+    assert held_masters.master_of(p) is None
+    assert held_masters.write_master(p, torch.ones(2)) is None
+    for keeper in (one, two):
+        holders.register([p], keeper)
+    assert holders.keeper_of(p) is one
+    assert held_masters.master_of(p).tolist() == [FINE, FINE]
+    assert held_masters.write_master(p, torch.full((2,), 2 + FINE)).tolist() == [3.0, 3.0]
+    p.data.fill_(3.0)
+    assert held_masters.master_of(p).tolist() == [2 + FINE] * 2
+    del one, keeper
+    gc.collect()
+    assert holders.keeper_of(p) is two
+    assert held_masters.write_master(p, torch.ones(2)) is None
+
+
+def test_a_parameter_does_not_collect_the_dead() -> None:
+    p = param()
+    for _ in range(4):
+        keeper = Keeper(p, None)
+        holders.register([p], keeper)
+        holders.register([p], keeper)
+    assert len(record_of(p).keepers) <= 2
