@@ -44,7 +44,6 @@ OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {  # of a
     "bessel": lambda half, full: torch.special.bessel_j0(half) + full,
     "ndtri": lambda half, full: torch.special.ndtri(half.sigmoid()) + full,
     "histogram": lambda half, full: torch.histogram(half, 4, range=(-1.5, 1.5)).hist + full[0],
-    "a fill that 16 bits do not have": lambda half, full: half.masked_fill(full > 0, -1e10).clamp(min=-4),
 }
 
 
@@ -200,54 +199,6 @@ def test_a_write_keeps_the_tensor_and_its_dtype(name: str, written: torch.dtype,
         WRITES[name](target, A.to(other))
     assert (target.dtype, target.data_ptr()) == (written, memory)
     torch.testing.assert_close(target.float(), wanted, atol=0.05, rtol=0.02)
-
-
-HIDDEN = torch.tensor([[True, False], [True, True]])
-NUMBERS: dict[str, Callable[[torch.Tensor], Any]] = {  # that hide numbers by one that 16 bits do not have
-    "masked_fill": lambda x: x.masked_fill(HIDDEN, -3.4e38),
-    "masked_fill_": lambda x: x.masked_fill_(HIDDEN, -3.4e38),
-    "where": lambda x: torch.where(~HIDDEN, x, -3.4e38),
-    "where, the other way": lambda x: torch.where(HIDDEN, -3.4e38, x),
-    "where, a method": lambda x: x.where(~HIDDEN, -3.4e38),
-    "masked_fill, an integer": lambda x: x.masked_fill(HIDDEN, -(10**10)),
-    "masked_fill, an integer by its name": lambda x: x.masked_fill(HIDDEN, value=-(10**10)),
-    "where, an integer": lambda x: torch.where(HIDDEN, -(10**10), x),
-}
-
-
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_that_hides_stays_finite(name: str, half: torch.dtype) -> None:
-    hide = NUMBERS[name]
-    leaf = torch.ones(2, 2, dtype=half, requires_grad=True)
-    with OpCasting(half):
-        found = hide(leaf * 1).softmax(-1)
-    torch.testing.assert_close(found.float(), torch.tensor([[0.0, 1.0], [0.5, 0.5]]))
-    (found[0] * torch.tensor([1.0, 2.0])).sum().backward()
-    assert leaf.grad is not None
-    assert leaf.grad.isfinite().all()
-
-
-FILLS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "x[mask] = number": lambda x: x.__setitem__(HIDDEN, -1e39),
-    "x[index] = integer": lambda x: x.__setitem__((0, slice(1)), -(10**39)),
-    "masked_fill_": lambda x: x.masked_fill_(HIDDEN, value=-1e39),
-    "index_fill_": lambda x: x.index_fill_(1, torch.tensor([0]), -1e39),
-    "fill_": lambda x: x[0].fill_(-1e39),
-    "infinity": lambda x: x.__setitem__(HIDDEN, -float("inf")),
-}
-
-
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("lists", [True, False])
-@pytest.mark.parametrize("name", FILLS)
-def test_a_number_that_is_written_in_place_stays_finite(name: str, lists: bool, half: torch.dtype) -> None:
-    x = torch.ones(2, 2, dtype=half)
-    with OpCasting(half, enabled=lists, meets=True):
-        FILLS[name](x)
-    assert x.dtype is half
-    assert x[0, 0] == (-float("inf") if name == "infinity" else torch.finfo(half).min)
-    assert x[1, 1] == (-float("inf") if name == "infinity" else torch.finfo(half).min if "mask" in name else 1.0)
 
 
 def test_an_op_in_place_without_a_16_bit_kernel_writes_its_result() -> None:

@@ -194,7 +194,7 @@ def _attention(scores: str) -> str:
 
 _LARGE = {"PART": _attention("(600 * q) @ (600 * k).transpose(1, 2) / 600**2"), "DTYPE": WIDER}
 _EPS = {
-    "PART": "def forward(self, h):\n    h = h * (x[:, :1] > 0)\n    return h / (h.norm(dim=-1, keepdim=True) + 1e-8)",
+    "PART": "def forward(self, h):\n    h = h*(x[:, :1] > 0)\n    return h / (h.norm(dim=1)[:, None] + h.new([1e-8]))",
     "DTYPE": WIDER,
 }
 _ADAM = {"OPTIMIZER": "torch.optim.Adam(model.parameters(), lr=0.003)"}

@@ -494,7 +494,7 @@ def test_nan_that_a_step_begins_with_is_not_blamed_on_an_op(where: str, began: s
 
 
 def test_an_overflow_of_16_bits_alone_leaves_the_reference_finite() -> None:
-    model = nn.Sequential(nn.Linear(16, 32), Applies(lambda x: x * 1e6 / 1e6), nn.Linear(32, 4))
+    model = nn.Sequential(nn.Linear(16, 32), Applies(lambda x: x * 1e3 * 1e3 / 1e6), nn.Linear(32, 4))
     found = numerics.compare_step(lambda: loss_of(model), model, candidate="O1", dtype=torch.float16)
     assert found.not_finite == ""
     first = found.first()

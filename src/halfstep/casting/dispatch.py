@@ -31,6 +31,7 @@ from .config import NOTHING, CastingConfig
 from .weight_cache import WeightCache
 
 __all__ = [
+    "ByNumbers",
     "CastMode",
     "Plan",
     "Rule",
@@ -46,10 +47,15 @@ __all__ = [
 Rule = Callable[["CastMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """What is done to a call of an op: called with the mode, the op, its arguments and its keyword arguments."""
 
+_Tensor, _OVERLOADS = torch.Tensor, {OpOverload, OpOverloadPacket}
 _is_autocast_enabled = torch.is_autocast_enabled
 _get_autocast_dtype = torch.get_autocast_dtype
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
+
+ByNumbers = tuple[Rule, Rule | None, tuple[type, ...], int]
+"""The rules of an op that takes Python numbers, of which 16 bits may lack some: the rule for a number near 0, 1 or
+infinity, which looks closer; the rule for any other; the types of numbers; and the first argument that may be one."""
 
 _PYTHON_METHODS: dict[Any, str] = {m: n for n, m in vars(torch.Tensor).items() if isinstance(m, FunctionType)}
 
@@ -100,8 +106,8 @@ class Plan(NamedTuple):
     """
 
     explicit: bool = False
-    table: MutableMapping[Callable[..., Any] | str, Rule] = types.MappingProxyType({})  # type: ignore[assignment]
-    recorded: Mapping[Callable[..., Any] | str, Rule] = types.MappingProxyType({})
+    table: MutableMapping[Callable[..., Any] | str, Rule | ByNumbers] = types.MappingProxyType({})  # type: ignore[assignment]
+    recorded: Mapping[Callable[..., Any] | str, Rule | ByNumbers] = types.MappingProxyType({})
     call_again: Callable[..., tuple[bool, Any]] | None = None
 
 
@@ -159,8 +165,16 @@ class CastMode(TorchFunctionMode):
                 self.session.leave()
             table = self.plan.table
             rule = table.get(func)
-        if rule is None and isinstance(func, (OpOverload, OpOverloadPacket)):
-            rule = table.get(qualified_name(func))
+        if rule is None and type(func) in _OVERLOADS:
+            rule = table.get(qualified_name(func))  # type: ignore[arg-type]
+        if isinstance(rule, tuple):
+            near, rule, kinds, first = rule
+            values: tuple[Any, ...] = (*args, *kwargs.values()) if kwargs else args[first:] if first else args
+            for each in values:
+                if type(each) is not _Tensor and isinstance(each, kinds):
+                    size: float = abs(each)  # type: ignore[arg-type]
+                    if type(each) is complex or not (1.01 < size < 65504 or 1e-7 < size < 0.99 or size in (0, 1)):
+                        rule = near
         try:
             if rule is None:
                 return func(*args, **kwargs) if kwargs else func(*args)

@@ -1,30 +1,28 @@
-"""Numbers that 16 bits do not have, such as a mask's -1e10: a plain cast makes infinities of them.
+"""Numbers that 16 bits do not have, such as an eps of 1e-8, a mask's -1e10, or a sum of many ones in float16.
 
-A row that is hidden by finite numbers has a softmax. One that is hidden by infinities is NaN.
+A plain cast makes zeros and infinities of them, which divide by 0, or hide a whole row so that its softmax is NaN. So
+the call computes in fp32 (``core.oplists.dtypes.needs_fp32``). What writes to a tensor writes the nearest numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..core.dtypes import HALF_DTYPES
+from ..core.oplists.dtypes import FLOAT, needs_fp32, numbers_kind, read_in
+from ..core.oplists.tables import Op
 from ..torch_internals.compiler_compat import is_traced
 from ..torch_internals.torch_compat import DisableTorchDispatch, dispatch_mode_count, has_recording_mode
-from .containers import tensors_in
+from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule, note_meeting
-from .rules import to_float
+from .rules import bind, to_float, without_native
 
-__all__ = ["ATTENTION", "FILLS", "finite_fill", "finite_mask", "finite_number", "narrow_finite"]
+__all__ = ["finite_rule", "narrow_finite", "write_in_fp32"]
 
-ATTENTION = "scaled_dot_product_attention"
-"""The op that takes an additive mask."""
-
-FILLS = ("masked_fill", "index_fill", "fill")
-"""Ops that write one number to many places: their last argument."""
+_FILLS = ("where", "masked_fill", "index_fill", "fill", "__setitem__")
 
 
 def narrow_finite(tensor: torch.Tensor, half: torch.dtype, traced: bool | None = None) -> torch.Tensor:
@@ -48,56 +46,69 @@ def narrow_finite(tensor: torch.Tensor, half: torch.dtype, traced: bool | None =
     return torch.where(tensor.isinf(), tensor, tensor.clamp(limits.min, limits.max)).to(half)
 
 
-def _is_beyond(number: Any, half: Any) -> bool:
-    """Whether something is a finite number, integer or not, that a 16-bit dtype does not have."""
-    return isinstance(number, (int, float)) and torch.finfo(half).max < abs(number) < math.inf
+def finite_rule(op: Op, in_place: bool, otherwise: Rule | None, recorded: bool) -> Any:
+    """The rule of an op that looks at its numbers first.
 
+    Args:
+        op: its row as the lists in force have it.
+        in_place: True for the form that writes to its first tensor.
+        otherwise: its rule where 16 bits have them; None calls it as it is.
+        recorded: True leaves integers alone, but for fills: where a compiler traces they may be sizes.
 
-def finite_number(
-    otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """``where(mask, scores, -1e10)`` or ``masked_fill`` in fp32 if 16 bits do not have the number.
-
-    Torch would refuse it or write an infinity, and a row that is hidden whole would be NaN.
+    Returns:
+        A ``Rule`` or ``ByNumbers``; ``otherwise`` for an op that has no numbers.
     """
-    halves = {t.dtype for t in tensors_in(args, kwargs) if t.dtype in HALF_DTYPES and mode.casts(t)}
-    if any(_is_beyond(each, half) for half in halves for each in (*args, *kwargs.values())):
-        note_meeting()
-        return to_float("where", mode, func, args, kwargs)
-    return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
+    kind = numbers_kind(op)
+    if not kind or (read_in(op) == FLOAT and not in_place):
+        return otherwise
+    if kind == "mask":
+        return otherwise and bind(_with_finite_mask, op.list == "half", otherwise)
+    rule = bind(_in_fp32, op.name, kind, in_place, otherwise)
+    kinds = (float, complex) if recorded and op.name not in _FILLS else (float, int, complex)
+    return (rule, otherwise, kinds, 2 * (op.name == "__setitem__")) if kind in ("number", "bound") else rule
 
 
-def finite_fill(otherwise: Rule, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """``x[mask] = -1e10`` and fills in place: the nearest number that 16 bits have is written.
-
-    Torch would refuse it or write an infinity.
-    """
-    target: Any = args[0] if args else None
-    number: Any = kwargs.get("value", args[-1] if args else None)
-    half = target.dtype if isinstance(target, torch.Tensor) else None
-    if half in HALF_DTYPES and _is_beyond(number, half) and mode.casts(target):
-        note_meeting()
-        limits = torch.finfo(half)
-        number = max(limits.min, min(number, limits.max))
-        args, kwargs = (args, {**kwargs, "value": number}) if "value" in kwargs else ((*args[:-1], number), kwargs)
-    return otherwise(mode, func, args, kwargs)
-
-
-def finite_mask(
-    lowers: bool, otherwise: Rule, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+def _in_fp32(
+    name: str, kind: str, in_place: bool, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any
 ) -> Any:
+    """A call that computes in fp32 if 16 bits lack a number of it, and returns fp32 unless it writes to a tensor."""
+    target = args[0] if in_place and args else kwargs.get("out")
+    given = (*args, *kwargs.values()) if target is None else [target]
+    tensors = [each for each in given if isinstance(each, torch.Tensor)] or tensors_in(given)
+    halves = {tensor.dtype for tensor in tensors if mode.casts(tensor)}.intersection(HALF_DTYPES)
+    if not any(needs_fp32(kind, half, args, kwargs) for half in halves):
+        return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
+    note_meeting()
+    if target is not None:
+        return write_in_fp32(mode, func, target, args, kwargs)
+    return bind(to_float, name, native_off=True)(mode, func, args, kwargs)
+
+
+def write_in_fp32(mode: CastMode, func: Any, target: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call an op that writes to a 16-bit tensor on an fp32 copy of it: finite numbers stay finite in the tensor."""
+    wide, most = target.float(), torch.finfo(torch.float32).max
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, (int, float)) and most < abs(value) < math.inf:  # fp32 has no such number either
+            return math.copysign(most, value)
+        return map_tensors(lambda t: wide if t is target else t.float() if t.dtype in HALF_DTYPES else t, value)
+
+    args, kwargs = [widened(each) for each in args], {key: widened(each) for key, each in kwargs.items()}
+    result = without_native(mode, func, args, kwargs)
+    if target.shape != wide.shape:  # an empty tensor for `out=`
+        target.resize_(wide.shape)
+    target.copy_(narrow_finite(wide, target.dtype))
+    return target if result is wide else result
+
+
+def _with_finite_mask(lowers: bool, otherwise: Rule, mode: CastMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Attention in 16 bits, as ``lowers`` or its query says: the finite numbers of an fp32 mask stay finite.
 
     A mask of ``torch.finfo(torch.float32).min`` would be -inf in 16 bits, and a row that it hides whole NaN.
     """
-    place = 3
-    mask: Any = args[place] if len(args) > place else kwargs.get("attn_mask")
+    mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     half = mode.half_of(mask) if isinstance(mask, torch.Tensor) and mask.dtype is torch.float32 else None
-    query: Any = args[0] if args else kwargs.get("query")
-    if half is not None and (lowers or query.dtype in HALF_DTYPES):
-        mask = narrow_finite(mask, half)
-        if len(args) > place:
-            args = (*args[:place], mask, *args[place + 1 :])
-        else:
-            kwargs = {**kwargs, "attn_mask": mask}
+    if half is not None and (lowers or (args[0] if args else kwargs["query"]).dtype in HALF_DTYPES):
+        finite = narrow_finite(mask, half)
+        args, kwargs = map_tensors(lambda tensor: finite if tensor is mask else tensor, (args, kwargs))
     return otherwise(mode, func, args, kwargs)

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 
 from ..core.dtypes import HALF_DTYPES
@@ -38,18 +37,13 @@ def remember_logits(mode: CastMode, func: Callable[..., Any], args: tuple[Any, .
     return result
 
 
-def from_logits(
-    otherwise: Rule, mode: CastMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def from_logits(otherwise: Rule, mode: CastMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``F.binary_cross_entropy`` of a sigmoid, unless either was written to meanwhile. The gradient passes by it."""
     first = args[0] if args else kwargs["input"]
     _, logits, *versions = mode.logits.get(id(first), (None, None))
     if logits is None or versions != [version_of(first), version_of(logits)] or not mode.casts(first):
         return otherwise(mode, func, args, kwargs)
     note_meeting()
-    rest, kwargs = map_tensors(_widen, (args[1:], {key: a for key, a in kwargs.items() if key != "input"}))
+    rest = args[1:], {key: a for key, a in kwargs.items() if key != "input"}
+    rest, kwargs = map_tensors(lambda tensor: tensor.float() if tensor.dtype in HALF_DTYPES else tensor, rest)
     return without_native(mode, F.binary_cross_entropy_with_logits, (logits.float(), *rest), kwargs)
-
-
-def _widen(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor

@@ -7,6 +7,7 @@ it computes or writes anything, so a second call repeats nothing. Nothing is don
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
@@ -22,7 +23,7 @@ from ..torch_internals.torch_compat import OpOverload, OpOverloadPacket, is_any_
 from .composites import composite_rule, has_question
 from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule, note_meeting
-from .finite import narrow_finite
+from .finite import write_in_fp32
 from .rules import CASTABLE, bind, match_self, promote, to_float, without_native
 
 __all__ = ["call_again", "refused_rule"]
@@ -31,9 +32,7 @@ _ASSIGNMENTS = ("__setitem__", "index_put_", "put_")
 _FILLS = (*_ASSIGNMENTS, "fill")
 
 
-def call_again(
-    mode: CastMode, rule: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[bool, Any]:
+def call_again(mode: CastMode, rule: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[bool, Any]:
     """Call an op again that was refused, with its fp32 and 16-bit arguments in one dtype after the other.
 
     Args:
@@ -47,9 +46,11 @@ def call_again(
         Whether a call was taken, and what it returned.
     """
     taken, result = _call_again(mode, rule, func, args, kwargs)
-    if taken and func in mode.plan.recorded and not (mode.native_on() or _in_place(func, func.__name__)):
+    _, recorded, *_ = numbers if isinstance(numbers := mode.plan.recorded.get(func), tuple) else (None, numbers)
+    if taken and recorded is not None and not (mode.native_on() or _in_place(func, func.__name__)):
         if not (isinstance(rule, partial) and rule.func is _refused_before):
-            rule = mode.plan.table[func] = bind(_refused_before, set(), mode.plan.recorded[func], rule)
+            rule, entry = bind(_refused_before, set(), recorded, rule), mode.plan.table.get(func)
+            mode.plan.table[func] = (entry[0], rule, *entry[2:]) if isinstance(entry, tuple) else rule
         rule.args[0].add(tuple([tensor.dtype for tensor in tensors_in(args, kwargs)]))
     return taken, result
 
@@ -75,18 +76,13 @@ def _call_again(mode: CastMode, rule: Rule, func: Callable[..., Any], args: Any,
         return True, result
     target = _target(func, name, args)
     if target is not None and target.dtype in HALF_DTYPES and (name in _FILLS or computes(name)):
-        return _write_from_fp32(mode, func, target, args, kwargs)
+        with contextlib.suppress(RuntimeError):  # it has no kernel for 16 bits, or a number that they do not have
+            return True, write_in_fp32(mode, func, target, args, kwargs)
     return False, None
 
 
 def _refused_before(
-    refused: set[tuple[torch.dtype, ...]],
-    recorded: Rule,
-    otherwise: Rule,
-    mode: CastMode,
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: dict[str, Any],
+    refused: set[Any], recorded: Rule, otherwise: Rule, mode: CastMode, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """An op with dtypes that torch has refused before gets the rule that it has where it cannot be called again.
 
@@ -94,22 +90,6 @@ def _refused_before(
     """
     again = tuple([tensor.dtype for tensor in tensors_in(args, kwargs)]) in refused
     return (recorded if again else otherwise)(mode, func, args, kwargs)
-
-
-def _write_from_fp32(
-    mode: CastMode, func: Callable[..., Any], target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[bool, Any]:
-    """An op in place without a kernel for 16 bits, or with a number that they do not have: it writes to an fp32 copy.
-
-    A finite number stays finite: ``masked_fill_(mask, -1e10)`` writes the lowest number of float16.
-    """
-    try:
-        wide = target.float()
-        result = without_native(mode, func, (wide, *_cast(args[1:], torch.float32)), _cast(kwargs, torch.float32))
-        target.copy_(narrow_finite(wide, target.dtype))
-    except RuntimeError:
-        return False, None
-    return True, target if result is wide else result
 
 
 def _computes(func: Callable[..., Any], name: str) -> bool:
@@ -135,9 +115,7 @@ def _target(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> torch
     return target if isinstance(target, torch.Tensor) and target.dtype in CASTABLE else None
 
 
-def _candidates(
-    func: Callable[..., Any], name: str, args: Any, floating: list[torch.Tensor], half: torch.dtype
-) -> Iterator[torch.dtype]:
+def _candidates(func: Any, name: str, args: Any, floating: list[Any], half: torch.dtype) -> Iterator[torch.dtype]:
     """The dtypes to try: that of the tensor that is written to; else 16 bits for a product, and fp32."""
     if _in_place(func, name):
         # Lists of tensors may be written in part. Integers refuse floating numbers in fp32, too.
@@ -155,13 +133,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _met(
-    rule: Rule,
-    otherwise: Rule | None,
-    mixed: bool,
-    mode: CastMode,
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: dict[str, Any],
+    rule: Rule, otherwise: Rule | None, mixed: bool, mode: CastMode, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """An op that torch refuses, or whose result or gradient is wrong, is cast and counted where nothing else is cast.
 
@@ -202,9 +174,7 @@ def refused_rule(name: str, inplace: bool, otherwise: Rule | None) -> Rule | Non
     return bind(_unless_half, rule, otherwise) if op.reads == "half-first" else rule
 
 
-def _unless_half(
-    rule: Rule, otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+def _unless_half(rule: Rule, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any) -> Any:
     """A norm: torch takes 16 bits with the fp32 weights of a norm, and refuses fp32 with 16-bit weights."""
     if (args[0] if args else kwargs["input"]).dtype not in HALF_DTYPES:
         return rule(mode, func, args, kwargs)

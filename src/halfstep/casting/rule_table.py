@@ -16,12 +16,14 @@ from ..core.oplists.names import dispatcher_spellings, spellings
 from ..core.oplists.tables import NATIVE, Op, row_of
 from . import rules
 from .composites import composite_rule, is_composite_of
-from .dispatch import Rule, method_name
-from .finite import ATTENTION, FILLS, finite_fill, finite_mask, finite_number
+from .dispatch import ByNumbers, Rule, method_name
+from .finite import finite_rule
 from .logits import from_logits, remember_logits
 from .meeting import refused_rule
 
 __all__ = ["build_table"]
+
+_ASSIGNMENT = Op("__setitem__", numbers="number")
 
 
 @functools.lru_cache(maxsize=64)
@@ -34,7 +36,7 @@ def build_table(
     products: str | None,
     explicit: bool,
     recorded: bool,
-) -> dict[Callable[..., Any] | str, Rule]:
+) -> dict[Callable[..., Any] | str, Rule | ByNumbers]:
     """The rule of each callable of torch under some lists; callables to leave alone are not in it.
 
     Methods that ``torch.Tensor`` has in Python are in it under their names too (``method_name``), and ops called as
@@ -70,20 +72,15 @@ def build_table(
         return rules.bind(rules.emulated, name, op.kind, op.list, rule)
 
     bare, casts = lists is None or lists.level == "none", lists is not None or meets
-    table: dict[Callable[..., Any] | str, Rule] = {}
+    table: dict[Callable[..., Any] | str, Rule | ByNumbers] = {}
     for func, (name, inplace) in spellings().items():
         # 2 / x is written as x.reciprocal() * 2, and native autocast runs reciprocal in fp32 on CUDA.
-        rule = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
-        if rule is not None and name == ATTENTION and row(name).list != "float":
-            rule = rules.bind(finite_mask, not bare, rule)
+        rule: Any = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
         known = ("none", "one") if recorded else ("wrong", "one")  # eagerly torch says itself that it has no kernel
         asked = meets and row(name).reason != "custom" and (bare or (recorded and rule is None and not inplace))
         if asked and (row(name).kernels in known or (recorded and bare)):
             rule = refused_rule(name, inplace, rule)
-        if casts and name in FILLS and inplace:
-            rule = rules.bind(finite_fill, rule or rules.match_self)
-        elif casts and name in ("where", *FILLS) and name != "fill":
-            rule = rules.bind(finite_number, rule)
+        rule = finite_rule(row(name), inplace, rule, recorded) if casts else rule
         if name == "sigmoid" and rule is None and casts and not (inplace or recorded):
             rule = remember_logits
         if func is F.binary_cross_entropy and rule is not None:
@@ -100,10 +97,11 @@ def build_table(
             table[func] = composite_rule(func)
     for name, (canonical, inplace) in dispatcher_spellings().items():
         rule = rule_of(canonical, inplace, canonical)
+        rule = finite_rule(row(canonical), inplace, rule, recorded) if casts else rule
         if rule is not None:
             table[name] = rule
     if casts:
-        table[torch.Tensor.__setitem__] = rules.bind(finite_fill, rules.match_self)
+        table[torch.Tensor.__setitem__] = finite_rule(_ASSIGNMENT, True, rules.match_self, recorded)
     table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
     table[torch.Tensor.unflatten] = rules.unflatten
     if products:

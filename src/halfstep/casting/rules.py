@@ -86,14 +86,14 @@ def bind(rule: Callable[..., Any], *details: Any, native_off: bool = False) -> R
 
 
 def _uncast(mode: CastMode, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return _call_without_native(mode, func, args, kwargs)
+    return without_native(mode, func, args, kwargs)
 
 
-def _call_without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call with native autocast off on every device."""
+def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call an op with native autocast off on every device: it would cast the op, and our lists do not, or otherwise."""
     on = mode.native_on()
     if _is_dynamo_compiling():
-        return _call_without_native_compiled(on, func, args, kwargs)
+        return _without_native_compiled(on, func, args, kwargs)
     for device in on:
         torch.set_autocast_enabled(device, False)
     try:
@@ -103,16 +103,11 @@ def _call_without_native(mode: CastMode, func: Callable[..., Any], args: Any, kw
             torch.set_autocast_enabled(device, True)
 
 
-def _call_without_native_compiled(on: list[str], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _without_native_compiled(on: list[str], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if not on:
         return func(*args, **kwargs)
     with torch.autocast(on[0], enabled=False):
-        return _call_without_native_compiled(on[1:], func, args, kwargs)
-
-
-def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """An op that native autocast would cast and that our lists leave alone."""
-    return _call_without_native(mode, func, args, kwargs) if mode.native_on() else func(*args, **kwargs)
+        return _without_native_compiled(on[1:], func, args, kwargs)
 
 
 # ---- casts
@@ -160,13 +155,7 @@ def _log_cast(name: str, source: torch.dtype, target: torch.dtype) -> None:
 
 
 def _call_in(
-    target: torch.dtype | None,
-    name: str,
-    mode: CastMode,
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: dict[str, Any],
-    cache: WeightCache | None = None,
+    target: torch.dtype | None, name: str, mode: CastMode, func: Any, args: Any, kwargs: Any, cache: Any = None
 ) -> Any:
     """Call with the arguments in one dtype; see ``_cast``."""
     if kwargs:
@@ -243,9 +232,7 @@ def banned(name: str, hint: str, mode: CastMode, func: Callable[..., Any], args:
 # ---- sparse matrices
 
 
-def dense_only(
-    name: str, otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-) -> Any:
+def dense_only(name: str, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any) -> Any:
     """A product with a sparse matrix runs in fp32: there are no 16-bit kernels for its backward pass."""
     if any(isinstance(a, torch.Tensor) and a.layout in _SPARSE for a in (*args, *kwargs.values())):
         shielded = functools.partial(_uncast, mode, func)
@@ -265,7 +252,7 @@ def match_self(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict
     def match(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(target) if tensor.dtype in CASTABLE and mode.casts(tensor) else tensor
 
-    return _call_without_native(mode, func, [args[0], *map_tensors(match, args[1:])], map_tensors(match, kwargs))
+    return without_native(mode, func, [args[0], *map_tensors(match, args[1:])], map_tensors(match, kwargs))
 
 
 def float_inplace(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -284,14 +271,7 @@ def float_inplace(name: str, mode: CastMode, func: Callable[..., Any], args: Any
 
 
 def emulated(
-    name: str,
-    kind: str,
-    listed: str,
-    otherwise: Rule | None,
-    mode: CastMode,
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: dict[str, Any],
+    name: str, kind: str, listed: str, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """An op in 16 bits, run in fp32 on the same numbers where the device has no units for it, or for an fp32 result.
 
@@ -316,7 +296,7 @@ def emulated(
     kwargs = dict(zip(kwargs, _rounded(mode, half, name, kwargs.values(), kept), strict=True)) if kwargs else kwargs
     call = functools.partial(func, *args, **kwargs)
     if _is_dynamo_compiling() or is_any_autocast_enabled():
-        call = functools.partial(_call_without_native, mode, func, args, kwargs)
+        call = functools.partial(without_native, mode, func, args, kwargs)
     result = run_product(call, kept, half, kind) if kept else call()
     if not isinstance(result, torch.Tensor):
         return map_tensors(lambda tensor: narrow(tensor, half) if tensor.dtype is torch.float32 else tensor, result)
@@ -389,4 +369,4 @@ def unflatten(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[
 
 def backward(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A backward pass is not cast: its ops have the dtypes that forward chose."""
-    return _call_without_native(mode, func, args, kwargs)
+    return without_native(mode, func, args, kwargs)

@@ -12,7 +12,7 @@ from torch import fx
 
 from ...core.dtypes import dtype_name
 from ...core.oplists import OpLists
-from ...core.oplists.dtypes import ANY, FLOAT, HALF, dtypes
+from ...core.oplists.dtypes import ANY, FLOAT, HALF, dtypes, needs_fp32, numbers_kind
 from ...core.oplists.tables import Op, words
 from ...torch_internals.compiler_compat import codegen_of
 from ..emulation import Emulate
@@ -165,6 +165,9 @@ class _CastPass:
             return
         in_place = _in_place(name)
         op, self.rule[node] = self._row_of(node)
+        kind = not in_place and numbers_kind(op)
+        if kind and needs_fp32(kind, self.half, *fx.map_arg((node.args, node.kwargs), _val)):
+            op, self.rule[node] = op._replace(list="float"), "numbers that 16 bits do not have"
         reads, result = dtypes(op, [self.label[source] for source in inputs], in_place)
         if in_place:
             self.rule[node] = "in place"

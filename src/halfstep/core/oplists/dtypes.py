@@ -4,15 +4,23 @@ Four ask. Eager op casting asks when it builds the table of its rules (``casting
 nothing more. A call that torch has refused, and one that is recorded and runs later, ask for ops of models that have no
 lists (``casting.meeting``). The pass over captured graphs asks for each node (``graph.cast_pass``). What they do with
 the answer is theirs.
+
+All four also ask about each call that has a number which 16 bits do not have (``needs_fp32``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
+
+from .names import takes_number
 from .tables import Op
 
-__all__ = ["ANY", "FIRST", "FLOAT", "HALF", "WIDEST", "dtypes", "read_in", "refused_row"]
+__all__ = ["ANY", "FIRST", "FLOAT", "HALF", "WIDEST", "dtypes", "needs_fp32", "numbers_kind", "read_in", "refused_row"]
 
 HALF, FLOAT, WIDEST, FIRST, ANY = "half", "float", "widest", "first", "any"
 """The dtypes in which a call reads its fp32 and 16-bit tensors: 16 bits, fp32, the widest of them, that of the first,
@@ -63,3 +71,50 @@ def refused_row(op: Op, in_place: bool) -> Op:
     A product is computed in 16 bits there, as everywhere, and an op in place keeps the dtype of its tensor.
     """
     return op._replace(list="free") if in_place else op
+
+
+@functools.cache
+def numbers_kind(op: Op) -> str:
+    """The ``numbers`` of a row as the lists in force have it, or "" if a list decides.
+
+    An op on a white list keeps its 16 bits, the user's list or the level's: the list was written for that. A reduction
+    of float16 is widened only where no list has a rule for it. An op whose row says nothing has "number" if it takes
+    Python numbers. Products add in fp32.
+    """
+    if op.list in ("half", "wide"):
+        return op.numbers if op.numbers == "mask" else ""
+    if op.numbers in ("sum", "norm"):
+        return op.numbers if op.list == "free" else ""
+    return op.numbers or ("number" if not op.kind and takes_number(op.name) else "")
+
+
+def needs_fp32(kind: str, half: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if a call of an op that is not in place computes and returns fp32, because 16 bits do not have its numbers.
+
+    Args:
+        kind: the ``numbers_kind`` of its row, which is asked for once: this runs where a compiler traces.
+        half: the 16-bit dtype that the call reads.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
+    if kind in ("number", "bound"):
+        return any(_is_lost(each, half, kind == "bound") for each in (*args, *kwargs.values()))
+    adds = kind == "accumulate" and bool(kwargs.get("accumulate", len(args) > 3 and args[3]))
+    return adds or (half is torch.float16 and (kind == "norm" or (kind == "sum" and _is_large(args, kwargs))))
+
+
+def _is_lost(number: Any, half: torch.dtype, bound: bool) -> bool:
+    """Whether a Python number becomes 0 or infinite in 16 bits and is not; or, for a bound, 1 or -1."""
+    if not isinstance(number, (int, float)):
+        return isinstance(number, complex)
+    info, size = torch.finfo(half), abs(number)
+    one = bound and size != 1 and 1 - info.eps / 4 <= size <= 1 + info.eps / 2
+    return one or 0 < size <= info.smallest_normal * info.eps / 2 or info.max < size < math.inf
+
+
+def _is_large(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a sum gives one number, or each of its results adds so many that ones would be too many for float16."""
+    first: Any = args[0] if args else kwargs.get("input")
+    dim: Any = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+    dims = (dim,) if isinstance(dim, (int, str)) else dim
+    return not dims or math.prod(first.size(each) for each in dims) > 65_504

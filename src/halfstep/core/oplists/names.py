@@ -23,7 +23,7 @@ from ...torch_internals.torch_compat import (
 from ..errors import ArgumentTypeError, ArgumentValueError
 from .tables import OF_TORCHVISION, OPS, paddle, pairs, row_of, words
 
-__all__ = ["Spelling", "computes", "dispatcher_spellings", "known_names", "resolve", "spellings"]
+__all__ = ["Spelling", "computes", "dispatcher_spellings", "known_names", "resolve", "spellings", "takes_number"]
 
 Spelling = tuple[str, bool]
 """The canonical name that a callable computes, and whether it writes into its first argument."""
@@ -186,6 +186,13 @@ def computes(name: str) -> bool:
     if row_of(name).result == "given" or name not in known_names() or name.startswith(_INTERNAL_PREFIXES):
         return False
     return any(_makes_values(s) for s in schemas_of_op(f"aten::{name}") if not any(a.is_out for a in s.arguments))
+
+
+@functools.cache
+def takes_number(name: str) -> bool:
+    """Whether an op computes with a Python number beside a tensor."""
+    texts = map(str, schemas_of_op(f"aten::{name}")) if computes(name) else ()
+    return any("Tensor " in text and ("Scalar " in text or "Scalar? " in text) for text in texts)
 
 
 def _makes_values(schema: FunctionSchema) -> bool:

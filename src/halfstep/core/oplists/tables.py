@@ -42,6 +42,11 @@ class Op(NamedTuple):
             their inputs; else it is in the dtype that is read.
         kernels: what torch has for 16 bits (2.11 to 2.13, CPU): "all"; "none"; "wrong", whose result or gradient is
             wrong or missing, and losses; "one", which takes no fp32 tensor beside, or whose gradient does not.
+        numbers: which calls compute and return fp32, whatever they are given, because 16 bits do not have a number of
+            them (``dtypes.needs_fp32``). "number", and all ops that take a Python number beside a tensor: if it would
+            become 0 or infinite; "bound": also if it would become 1; "sum": in float16, if it gives one number or adds
+            more than 65,504; "norm": in float16; "accumulate": with ``accumulate=True``; "mask": the mask alone stays
+            finite in 16 bits.
         inside: "product" if its own implementation may call a matrix product, which native autocast would lower.
         cpu: the rule of ``torch.autocast`` on a CPU. Some ops only call an op that has the rule.
         cuda: the same on CUDA.
@@ -58,6 +63,7 @@ class Op(NamedTuple):
     in_place: str = "one"
     result: str = "read"
     kernels: str = "all"
+    numbers: str = ""
     inside: str = ""
     cpu: str = "free"
     cuda: str = "free"
