@@ -302,7 +302,7 @@ WRONG: list[tuple[Any, dict[str, Any], type[HalfstepError], str]] = [
     ([(4,)], {"use_muon": "yes"}, ArgumentTypeError, "use_muon='yes' must be True, False, or a function"),
     ([(4,)], {"adjust_lr_fn": "moon"}, ArgumentValueError, "'moon' must be 'original', 'match_rms_adamw' or None"),
     ([(4,)], {"ns_steps": 100}, ArgumentValueError, "ns_steps=100 must be at least 0 and below 100"),
-    ([(4,)], {"ns_steps": 1.5}, ArgumentTypeError, "ns_steps=1.5 must be an int"),
+    ([(4,)], {"ns_steps": 1.5}, ArgumentTypeError, "ns_steps must be an int"),
     ([(4,)], {"ns_coefficients": (1.0, 2.0)}, ArgumentValueError, "must be three numbers"),
     ([(4,)], {"ns_dtype": "bf16"}, ArgumentTypeError, "ns_dtype='bf16' must be a floating-point"),
     ([(4,)], {"ns_dtype": torch.int8}, ArgumentTypeError, "must be a floating-point"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -78,6 +78,7 @@ class Loop:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @settings(max_examples=60, deadline=None)
+@example("O1", False, ["plain pass", "unscale_", "enter", "scaler.step"])
 @given(st.sampled_from(["O1", "O2"]), st.booleans(), st.lists(st.sampled_from(ACTIONS), max_size=12))
 def test_the_states_of_a_window_follow_the_picture(level: str, overflows: bool, names: list[str]) -> None:
     loop = Loop(level, overflows)

@@ -176,7 +176,7 @@ def test_only_another_kind_of_batch_is_compiled_again(graphs: Callable[[], int])
 FIRST_COMPILED_UNDER_O1 = """
 import functools, gc, torch
 from halfstep import TrainStep, amp
-from halfstep.train_step import program
+from halfstep.amp.train_step import program
 
 program.compile_with_autograd = functools.partial(program.compile_with_autograd, backend="aot_eager")
 model = amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", dtype=torch.bfloat16, verbosity=0)

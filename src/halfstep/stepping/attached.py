@@ -270,7 +270,8 @@ class AttachedOptimizer:
             **kwargs: further keyword arguments of the step.
         """
         window = self.window
-        if closure is None and window.records and not self.takes_flags:
+        # In an open block `step` refuses.
+        if closure is None and window.records and not self.takes_flags and window.state not in UNSAFE:
             if any_overflow(window.take_records()).item():
                 return self.step(None, args, kwargs, skips=True)
             window.state = WindowState.IDLE
