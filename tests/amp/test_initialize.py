@@ -652,3 +652,9 @@ def test_weights_that_fsdp1_has_flattened_stay_fp32(level: str, refused: bool, m
     with pytest.raises(UsageError, match="has flattened the parameter weight") if refused else nullcontext():
         amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
     assert model.weight.dtype is torch.float32
+
+
+def test_level_and_opt_level_are_the_same_argument_everywhere() -> None:
+    assert amp.initialize(nn.Linear(2, 2), level="O3", dtype=torch.float16, verbosity=0).weight.dtype is torch.float16
+    assert amp.decorate(nn.Linear(2, 2), opt_level="O2", dtype=torch.float16).weight.dtype is torch.float16
+    assert amp.auto_cast(opt_level="O2").casting.rules[0] == amp.auto_cast(level="O2").casting.rules[0]

@@ -247,7 +247,7 @@ with open(args.out, "w") as file:
     [
         ([], "O2", "__main__ O2 torch.float16"),
         (["--dtype", "bfloat16"], "O2", "__main__ O2 torch.bfloat16"),
-        (["--opt-level", "O0"], "O2", "__main__ O2 torch.float32"),
+        (["--opt-level", "o0"], "O2", "__main__ O2 torch.float32"),
         ([], "O1", "__main__ O1 torch.float32"),
     ],
 )

@@ -40,8 +40,8 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
     "diagnostics": ("diagnostics",),
     "paddle": ("paddle",),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_986, "compat": 3_482, "diagnostics": 4_245, "paddle": 1_458}
-ALL_CODE_LINES = 23_100
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_986, "compat": 3_459, "diagnostics": 4_231, "paddle": 1_458}
+ALL_CODE_LINES = 23_095
 FEATURES = {"diagnosis": (484, 550), "formats": (1_500, 1_300), "searching": (900, 700)}
 FEATURES |= {"profiling": (1_100, 900), "parity": (500, 450)}
 """Lines of code of a room and of its tests. The budgets of all sources and all tests leave them out (issue 48)."""

@@ -94,6 +94,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             their operands to its formats, where the blocks divide their sizes; at level "O0" with fp32 results.
             ``amp.set_products`` does so for chosen layers.
         cache_enabled: accepted for torch's sake, not used: casts of weights are kept until the outermost block ends.
+        opt_level: Apex's name of ``level``.
 
     Attributes:
         casting: the casts that the scope makes; it is a scope by itself, too.
@@ -123,6 +124,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         enabled: bool | None = None,
         cache_enabled: bool | None = None,
         products: Any = None,
+        opt_level: str | None = None,
     ) -> None:
         if callable(enable):
             raise ArgumentTypeError(
@@ -132,6 +134,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             device_type, enable = enable if device_type is None else device_type, True
         enabled = check_flag("enable", enable) and (enabled is None or check_flag("enabled", enabled))
         check_flag("use_promote", use_promote)
+        level = opt_level or level
         level = level.upper() if isinstance(level, str) else level
         if level not in _LEVELS:
             raise ArgumentValueError(f"level={level!r}, but level should be O0, OD, O1 or O2.")

@@ -35,7 +35,7 @@ __all__ = ["decorate"]
 _NORMS = (modules.BatchNorm, nn.LayerNorm, InstanceNorm)
 
 
-@removed_arguments("keep_casts")
+@removed_arguments("keep_casts", opt_level="level")
 @typed
 def decorate(
     models: Any,
@@ -68,7 +68,7 @@ def decorate(
         models: a module or a list of modules; changed in place.
         optimizers: a ``torch.optim.Optimizer``, a list of them, or None; changed in place.
         level: "O2" casts; "O1" leaves everything as it is, because its casts happen in ``auto_cast``. At both levels
-            the casts of other sessions do not reach the models.
+            the casts of other sessions do not reach the models. ``opt_level=`` is taken too.
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 for a model on CUDA and bfloat16
             elsewhere.
         master_weight: whether the optimizers update fp32 masters; None means yes.

@@ -40,7 +40,7 @@ __all__ = ["initialize"]
 logger = logging.getLogger("halfstep")
 
 
-@removed_arguments("keep_casts")
+@removed_arguments("keep_casts", level="opt_level")
 @typed
 def initialize(
     models: Any,
@@ -95,6 +95,7 @@ def initialize(
             Wrappers of optimizers, as those of Fabric, Accelerate and ScheduleFree, are taken too.
         enabled: False makes this and every other amp call do nothing, so that one script serves both.
         opt_level: "O0", "O1", "O2" or "O3"; the ROCm fork's "O4" and "O5" are O1 and O2 in bfloat16.
+            ``level=`` is taken too.
         cast_model_type: dtype of the weights; False leaves the model alone. Not at O1.
         patch_torch_functions: whether to cast ops; only O1 may.
         keep_batchnorm_fp32: whether BatchNorm stays fp32; "True" and "False" as strings are taken too. Not at O1.

@@ -14,8 +14,23 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
+_UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def _count(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """Return the number that a text such as 7e9, 7b, 350M or 7_000_000_000 means."""
+    text = (value or "").lower().replace(",", "")
+    try:
+        count = float(text.rstrip("kmbt")) * _UNITS.get(text[-1:], 1.0) if value is not None else None
+    except ValueError:
+        count = 0.0
+    if count is not None and not 0 < count < float("inf"):
+        raise click.BadParameter(f"{value} must be a number of parameters above 0, such as 7e9 or 7b.", ctx, param)
+    return count
+
+
 @click.command()
-@click.option("--params", type=float, metavar="NUMBER", help="also print the GiB of a model of so many, such as 7e9")
+@click.option("--params", metavar="NUMBER", callback=_count, help="also print the GiB of a model of so many: 7b or 7e9")
 @click.option("--optimizer", metavar="TEXT", help="only optimizers with this in their name")
 def command(params: float | None, optimizer: str | None) -> None:
     """Print the bytes per parameter of weights, masters, optimizer state and gradients, and bytes of activations."""
@@ -24,10 +39,6 @@ def command(params: float | None, optimizer: str | None) -> None:
     from ..diagnostics.findings.memory import ACTIVATIONS, lines
     from .tables import print_whole
 
-    if params is not None and not 0 < params < float("inf"):
-        raise click.BadParameter(
-            f"{params:g} must be a number of parameters above 0, such as 7e9.", param_hint="--params"
-        )
     found = [line for line in lines() if (optimizer or "").lower() in line.optimizer.lower()]
     if not found:
         raise click.BadParameter(f"No optimizer of the table has {optimizer!r} in its name.")

@@ -9,6 +9,9 @@ import click
 __all__ = ["command"]
 
 
+_LEVELS = click.Choice(["O1", "O2", "OD"])
+
+
 @click.command()
 @click.argument("names", nargs=-1)
 @click.option(
@@ -18,9 +21,7 @@ __all__ = ["command"]
     show_default=True,
     help="whose torch.autocast to compare with",
 )
-@click.option(
-    "--level", type=click.Choice(["O1", "O2", "OD"]), default="O1", show_default=True, help="whose lists to print"
-)
+@click.option("--level", type=_LEVELS, default="O1", show_default=True, help="whose lists to print")
 @click.option("--white", multiple=True, metavar="OP", help="as in custom_white_list; may be given again")
 @click.option("--black", multiple=True, metavar="OP", help="as in custom_black_list; may be given again")
 @click.option("--wide", multiple=True, metavar="OP", help="as in custom_wide_list; may be given again")

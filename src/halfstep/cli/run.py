@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
-from .run_outputs import Outputs
+from .run_outputs import Outputs, is_first
 from .script import SCRIPT_SETTINGS, Script, script_options
 
 __all__ = ["command"]
@@ -39,7 +41,7 @@ def command(
     args: tuple[str, ...],
 ) -> None:
     """Run SCRIPT with ARGS; its `import apex` finds halfstep. A SCRIPT of `-` is the standard input."""
-    _check_level(opt_level, dtype)
+    opt_level = _check_level(opt_level, dtype)
     found = Script(script, args, module, device, trust_checkpoints)
     found.check(click.get_current_context())
     outputs = Outputs(report, numerics, every)
@@ -51,22 +53,43 @@ def command(
     if dtype:
         os.environ["HALFSTEP_DTYPE"] = dtype
     # Deferred, because click would catch exceptions that end a script: KeyboardInterrupt, EOFError, a broken pipe.
-    later.append(functools.partial(_run, found, outputs, line))
+    later.append(functools.partial(_run, found, outputs, line, opt_level))
 
 
-def _run(script: Script, outputs: Outputs, line: list[str]) -> None:
+def _run(script: Script, outputs: Outputs, line: list[str], opt_level: str | None) -> None:
     with script.prepared("run"):
         import torch.distributed as dist
 
-        with outputs.written(Path(script.name).name, line):
+        with outputs.written(Path(script.name).name, line), _telling_if_unused(opt_level):
             script.run()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()  # scripts for Apex never call it, and torch then warns
 
 
-def _check_level(opt_level: str | None, dtype: str | None) -> None:
+@contextmanager
+def _telling_if_unused(opt_level: str | None) -> Iterator[None]:
+    """Print at the end that the opt level changed nothing, if this process trained and never called amp.initialize.
+
+    A launcher does not train itself: the processes that it starts do, and each of them reads the level.
+    """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    stepped: set[bool] = set()
+    hook = register_optimizer_step_pre_hook(lambda *_: stepped.add(True))
+    try:
+        yield
+    finally:
+        hook.remove()
+        session = sys.modules.get("halfstep.amp.session")
+        if opt_level and stepped and is_first() and (session is None or session.latest.session is None):
+            click.echo("halfstep: no amp.initialize was called: --opt-level changed nothing.", err=True)
+
+
+def _check_level(given: str | None, dtype: str | None) -> str | None:
+    """Return an opt level in capitals; on a command line either case is clear."""
+    opt_level = given and given.upper()
     if opt_level is None:
-        return
+        return None
     import torch
 
     from ..core.errors import ArgumentValueError
@@ -76,3 +99,4 @@ def _check_level(opt_level: str | None, dtype: str | None) -> None:
         parse_level(opt_level, None if dtype is None else getattr(torch, dtype))
     except ArgumentValueError as error:
         raise click.BadParameter(str(error), param_hint="--opt-level") from None
+    return opt_level

@@ -18,7 +18,7 @@ from .termination import exiting_on_sigterm
 if TYPE_CHECKING:
     from ..stepping.attached import AttachedOptimizer
 
-__all__ = ["Outputs"]
+__all__ = ["Outputs", "is_first"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Outputs:
             stack.enter_context(_telling_skips())
             if self.report is not None or self.numerics is not None:
                 stack.enter_context(exiting_on_sigterm())
-            if self.report is not None and _is_first():
+            if self.report is not None and is_first():
                 stack.enter_context(_reported(self.report, script, shlex.join(command_line)))
             if self.numerics is not None:
                 from .run_numerics import monitored
@@ -70,7 +70,7 @@ class Outputs:
             yield
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
     """True if this is the only process, or the process of rank 0."""
     return int(os.environ.get("RANK", 0)) == 0
 
@@ -93,7 +93,7 @@ def _telling_skips() -> Iterator[None]:
     finally:
         creation_callbacks.remove(note)
         skipped = sum(map(skipped_steps, made))
-        if skipped and _is_first():
+        if skipped and is_first():
             steps = counted(sum(counts["calls"] for counts in made), "step")
             were = "was" if skipped == 1 else "were"
             click.echo(f"halfstep: {skipped:,} of {steps} {were} skipped for an overflow.", err=True)

@@ -105,19 +105,11 @@ class FP16OptimizerOf2018(fp16_utils.FP16_Optimizer):
 
         The keys are the same as in ``apex.optimizers``.
         """
-        own = {
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "cur_scale": self.cur_scale,
-            "cur_iter": self.cur_iter,
-        }
+        own = {"dynamic_loss_scale": self.dynamic_loss_scale, "cur_scale": self.cur_scale, "cur_iter": self.cur_iter}
         if self.dynamic_loss_scale:
             own |= {"last_overflow_iter": self.last_overflow_iter}
             own |= {"scale_factor": self.scale_factor, "scale_window": self.scale_window}
-        return {
-            **own,
-            "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_groups_flat": self.fp32_groups_flat,
-        }
+        return {**own, "optimizer_state_dict": self.optimizer.state_dict(), "fp32_groups_flat": self.fp32_groups_flat}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of the class in ``apex.optimizers`` or ``apex.contrib``.

@@ -12,14 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..casting.current import clear_cache
 from ..casting.emulation import Emulate, check_emulate
-from ..casting.scope import (
-    OpCasting,
-    active_casting,
-    begin_session,
-    disable_casts,
-    end_session,
-    join_session,
-)
+from ..casting.scope import OpCasting, active_casting, begin_session, disable_casts, end_session, join_session
 from ..core.checks import check_count, check_flag
 from ..core.dtypes import default_half, parse_half
 from ..core.errors import ArgumentTypeError, UsageError

@@ -16,11 +16,7 @@ __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group
 
 
 def normalize(
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    inv_std: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: torch.Tensor, mean: torch.Tensor, inv_std: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Compute ``(x - mean) * inv_std * weight + bias``; the arguments broadcast and have one dtype."""
     y = (x - mean) * inv_std

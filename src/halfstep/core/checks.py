@@ -65,6 +65,8 @@ def check_flag(name: str, value: Any) -> bool:
     hint = ""
     if isinstance(value, (torch.dtype, str)) and str(value).removeprefix("torch.").lower() in DTYPES_BY_NAME:
         hint = f" If {value!r} is the dtype to compute in, write dtype={value!r}."
+    elif isinstance(value, str) and value[:1] in ("O", "o") and value[1:].isdigit():
+        hint = f" Did you mean opt_level={value!r}?"
     elif isinstance(value, str):
         hint = " A text is no switch: compare it before, as in value.lower() in ('yes', 'true', '1')."
     raise ArgumentTypeError(f"{name}={value!r} must be True or False.{hint}")

@@ -21,11 +21,12 @@ _REMOVED: dict[str, str] = {
 """Each removed argument (``"keep_casts="``) or name (``"amp.clear_casts"``), with its replacement."""
 
 
-def removed_arguments(*names: str) -> Callable[[_Function], _Function]:
+def removed_arguments(*names: str, **spellings: str) -> Callable[[_Function], _Function]:
     """Decorate a function so that a removed argument raises an error that names its replacement.
 
     Args:
         names: the arguments, without ``=``; each has a row in the table above.
+        spellings: other names of arguments, as other libraries spell them, each with the name that the function has.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -33,7 +34,8 @@ def removed_arguments(*names: str) -> Callable[[_Function], _Function]:
         def call(*args: Any, **kwargs: Any) -> Any:
             for name in kwargs.keys() & set(names):
                 raise ArgumentTypeError(f"{function.__qualname__} no longer takes {name}=. {_REMOVED[f'{name}=']}")
-            return function(*args, **kwargs)
+            respelled = {own: kwargs.pop(other) for other, own in spellings.items() if other in kwargs}
+            return function(*args, **kwargs, **respelled)
 
         return cast(_Function, call)
 

@@ -188,12 +188,7 @@ class Window:
         return False
 
     def begin(
-        self,
-        scale: torch.Tensor | None,
-        *,
-        block: Any,
-        guard: Callable[[], None] | None = None,
-        named: bool = True,
+        self, scale: torch.Tensor | None, *, block: Any, guard: Callable[[], None] | None = None, named: bool = True
     ) -> None:
         """Set aside the present gradients, so that a backward pass scaled by ``scale`` brings only its own.
 

@@ -174,8 +174,7 @@ class DynamicLossScaler(LossScaler):
         lambda self, factor: self.engine.change(growth_factor=factor, backoff_factor=1.0 / factor),
     )
     scale_window = property(
-        attrgetter("engine.settings.growth_interval"),
-        lambda self, window: self.engine.change(growth_interval=window),
+        attrgetter("engine.settings.growth_interval"), lambda self, window: self.engine.change(growth_interval=window)
     )
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:

@@ -98,11 +98,7 @@ def multi_tensor_l2norm_scale(
 
 
 def multi_tensor_unscale_l2norm(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    lists: Lists,
-    inv_scale: torch.Tensor,
-    per_tensor: bool | None = None,
+    chunk_size: int, noop_flag: torch.Tensor, lists: Lists, inv_scale: torch.Tensor, per_tensor: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the norms of ``lists[0]`` times ``inv_scale`` without changing the tensors. Checks."""
     norm, each = multi_tensor_l2norm(chunk_size, noop_flag, lists, per_tensor)

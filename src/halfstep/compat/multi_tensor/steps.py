@@ -106,13 +106,7 @@ def multi_tensor_adam_capturable_master(chunk_size: int, noop_flag: torch.Tensor
 
 
 def multi_tensor_adagrad(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    lists: Lists,
-    lr: Number,
-    eps: float,
-    mode: int,
-    weight_decay: float,
+    chunk_size: int, noop_flag: torch.Tensor, lists: Lists, lr: Number, eps: float, mode: int, weight_decay: float
 ) -> None:
     """Adagrad for lists ``[gradients, parameters, sums]``; mode 0 is L2, 1 decays apart from the gradient. Obeys."""
     grads, params, sums = take(lists, 3)

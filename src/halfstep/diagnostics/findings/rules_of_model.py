@@ -234,10 +234,7 @@ RULES: Rules = {
     "HS109": (average_in_16_bits, "Average fp32 weights: amp.master_model(model) gives the masters as a model."),
     "HS111": (no_units, ""),
     "HS112": (fp32_in_name_only, ""),
-    "HS114": (
-        fsdp_reduces_in_16_bits,
-        "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).",
-    ),
+    "HS114": (fsdp_reduces_in_16_bits, "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."),
     "HS118": (inputs_that_a_cast_destroys, ""),
     "HS119": (
         buffers_that_a_cast_destroys,

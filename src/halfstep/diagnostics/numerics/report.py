@@ -42,11 +42,7 @@ T = TypeVar("T")
 _NOTHING = "\N{EN DASH}"
 _MOST_ROWS = 48  # in a picture
 _HALF = {str(dtype).removeprefix("torch.") for dtype in HALF_DTYPES}
-_NAMES = {
-    "output": "Outputs",
-    "output_grad": "Gradients of outputs",
-    "grad": "Gradients of parameters",
-}
+_NAMES = {"output": "Outputs", "output_grad": "Gradients of outputs", "grad": "Gradients of parameters"}
 _COLORS = (
     ("cell normal", "numbers"),
     ("band range", "the range of the dtype"),
@@ -125,8 +121,7 @@ def _exponents(kind: str, tensors: Sequence[Tensor]) -> Markup:
     ranges = [each.last.range for each in shown]
     narrow = [each for each, row in zip(ranges, shown, strict=True) if row.last.dtype == "float16"]
     low, high = _limits(
-        [each.exponents for each in shown],
-        [at for each in narrow for at in (each.subnormal, each.overflow)],
+        [each.exponents for each in shown], [at for each in narrow for at in (each.subnormal, each.overflow)]
     )
     rows = []
     for each, within in zip(shown, ranges, strict=True):
@@ -138,10 +133,7 @@ def _exponents(kind: str, tensors: Sequence[Tensor]) -> Markup:
                 _power_or_none(each.headroom) if kind == "output" else _percent(share),
                 {at: count / total for at, count in each.exponents.items()},
                 partial(_kind, within),
-                [
-                    Band(within.subnormal, within.normal, "subnormal"),
-                    Band(within.normal, within.overflow, "range"),
-                ],
+                [Band(within.subnormal, within.normal, "subnormal"), Band(within.normal, within.overflow, "range")],
                 [within.subnormal + shift] if (shift := round(math.log2(each.last.scale))) else [],
                 alarming=each.headroom < 1.0 if kind == "output" else share >= 0.1,
             )
@@ -164,10 +156,7 @@ def _exponents(kind: str, tensors: Sequence[Tensor]) -> Markup:
     )
     picture = strips(_NAMES[kind], description, rows, low=low, high=high, value_name=value_name)
     return figure(
-        key(*_COLORS),
-        picture,
-        numbers(f"Numbers of {counted(len(tensors), 'tensor')}", *_table(tensors)),
-        caption=text,
+        key(*_COLORS), picture, numbers(f"Numbers of {counted(len(tensors), 'tensor')}", *_table(tensors)), caption=text
     )
 
 
