@@ -207,6 +207,29 @@ def test_a_second_derivative_is_refused_and_not_wrong() -> None:
         grad.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_the_rows_of_a_nested_tensor_are_those_of_its_parts(layout: torch.layout) -> None:
+    layer, parts = layer_with("mxfp8"), [torch.randn(3, INPUTS), torch.randn(5, INPUTS)]
+    nested: Any = torch.nested.nested_tensor(parts, layout=layout, requires_grad=True)
+    found = layer(nested)
+    expected = [layer(part) for part in parts]
+    assert all(map(torch.equal, found.unbind(), expected))
+    sum(part.sum() for part in found.unbind()).backward()
+    assert nested.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")
+def test_inputs_that_are_no_matrices_of_numbers() -> None:
+    layer = layer_with("mxfp8")
+    x = torch.eye(INPUTS)
+    assert torch.equal(layer(x.to_sparse()), layer(x))
+    assert layer_with("mxfp8", inputs=0)(torch.ones(4, 0)).shape == (4, OUTPUTS)
+    for wrong in (x.long(), x.cfloat()):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            layer(wrong)
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_tensorwise"])
 def test_an_evaluation_in_inference_mode_leaves_nothing_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came before the first step of training, or has the larger batches."""

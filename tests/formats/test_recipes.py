@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
@@ -15,6 +16,8 @@ from halfstep.formats.format import Format
 from halfstep.formats.layers import choose, recipe_of
 from halfstep.formats.recipe import RECIPES, Recipe
 from tests.support.worlds import read_back
+
+NESTED = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 
 
 def blocks(count: int, width: int = 64) -> nn.Sequential:
@@ -194,3 +197,70 @@ def test_copies_and_pickles_compute_as_the_layer_does() -> None:
         amp.set_products(twin, None)
         assert recipe_of(model[1][0][0]) is not None  # type: ignore[index]
         assert not torch.equal(twin(x), model(x))
+
+
+@pytest.mark.parametrize("first", ["recipe", "parametrization"])
+def test_a_parametrized_layer_computes_by_its_recipe_as_long_as_it_has_one(first: str) -> None:
+    model, x = blocks(2), torch.randn(4, 64)
+    plain, layer = copy.deepcopy(model), model[1][0][0]
+    if first == "recipe":
+        amp.set_products(model, "mxfp8")
+        parametrizations.weight_norm(layer)
+    else:
+        parametrizations.weight_norm(layer)
+        amp.set_products(model, "mxfp8")
+    expected = copy.deepcopy(plain)
+    amp.set_products(expected, "mxfp8")
+    torch.testing.assert_close(model(x), expected(x))
+    assert layer in [each.module for each in amp.set_products(model, "mxfp8")]
+    parametrize.remove_parametrizations(layer, "weight")
+    torch.testing.assert_close(model(x), expected(x))
+    amp.set_products(model, None)
+    torch.testing.assert_close(model(x), plain(x))
+    assert type(layer) is nn.Linear
+    assert not any("_products" in vars(each) or each._forward_pre_hooks for each in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (nn.LazyLinear(64), "not known before its first forward pass"),
+        (nn.Linear(64, 64, dtype=torch.complex64), "its weight is complex64"),
+    ],
+)
+def test_a_layer_that_cannot_round_has_its_reason(layer: nn.Linear, words: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), layer)
+    table = amp.set_products(model, "mxfp8; layers=all")
+    assert [each.recipe is None for each in table] == [False, True]
+    assert words in table[1].reason
+    amp.set_products(model, RECIPES["mxfp8"].replace(layers=lambda module, name: "mxfp8" if name == "0" else None))
+
+
+def test_a_forward_that_others_have_replaced() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(4, 64)
+    plain, wrapped = model(x), model[1].forward
+    model[1].forward = lambda x: wrapped(x)  # as hooks of Accelerate do
+    assert "its forward was replaced" in amp.set_products(model, "mxfp8; layers=all")[1].reason
+    amp.set_products(model[0], None)
+    del model[1].forward
+    amp.set_products(model[1], "mxfp8")
+    rounded = model[1].forward
+    model[1].forward = lambda x: rounded(x)
+    assert not torch.equal(model(x), plain)
+    assert amp.set_products(model[1], "mxfp8")[0].recipe
+    amp.set_products(model, None)
+    assert torch.equal(model(x), plain)
+
+
+@NESTED
+def test_an_evaluation_rounds_what_the_training_rounds() -> None:
+    """``nn.TransformerEncoderLayer`` has a fused kernel for evaluations, which reads the weights of its layers."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2), torch.randn(2, 8, 64)
+    padded = torch.arange(8) > torch.tensor([[8], [4]])
+    amp.set_products(model, "mxfp8; layers=all")
+    for twin in (model, copy.deepcopy(model)):
+        trained = twin(x, src_key_padding_mask=padded).detach()
+        with torch.no_grad():
+            evaluated = twin.eval()(x, src_key_padding_mask=padded)
+        torch.testing.assert_close(evaluated[~padded], trained[~padded], rtol=1e-4, atol=1e-4)

@@ -1,7 +1,8 @@
 """The linear layers of a model: which of them compute by a recipe, and how they change.
 
-Such a layer gets a subclass of its class, made on the fly, and the recipe as an attribute. Its parameters, its hooks,
-its ``state_dict`` and its type for ``isinstance`` stay as they are. Its copies and pickles compute by the recipe too.
+Such a layer gets a subclass of its class, made on the fly, the recipe as an attribute, and a hook that does nothing.
+Its parameters, its ``state_dict`` and its type for ``isinstance`` stay as they are. Its copies and pickles compute by
+the recipe too.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..casting.config import config_of
 from ..casting.current import thread
 from ..casting.emulation import has_own_ops
 from ..core.checks import check_kind
+from ..core.dtypes import dtype_name
 from ..core.errors import UsageError
 from ..kernels.shards import is_sharded
 from ..torch_internals.compiler_compat import traced_as_constant
@@ -72,12 +76,16 @@ class Marked(NamedTuple):
 class _Rounded(Mixin):
     """The base of the subclasses of linear layers, which looks for the mark."""
 
-    _products: Marked | None
+    _products: Marked | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's result."""
-        if self._products is None:
+        mark = self._products
+        if mark is None or not x.is_floating_point():  # torch says what is wrong with other inputs
             return super().forward(x)  # type: ignore[misc, no-any-return]
+        if x.is_nested:
+            return _of_nested(functools.partial(_Rounded.forward, self), x)
+        x = x if x.layout is torch.strided else x.to_dense()
         module: Any = self
         weight = module.weight
         if is_sharded(weight):
@@ -85,8 +93,7 @@ class _Rounded(Mixin):
                 "The weight of this linear layer is a DTensor in its forward pass, as tensor parallelism has it, and "
                 "products= rounds whole weights. Leave the layer out: amp.set_products(layer, None)."
             )
-        dtype, mark = result_dtype(x, weight), self._products
-        return linear(x, weight, module.bias, mark.products, dtype, mark.amax)
+        return linear(x, weight, module.bias, mark.products, result_dtype(x, weight), mark.amax)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -101,9 +108,34 @@ def _remake(make: Callable[..., Any], *args: Any) -> Any:
 
 
 def _with_class(module: nn.Module) -> nn.Module:
-    if not isinstance(module, _Rounded):
-        object.__setattr__(module, "__class__", subclass_with(_Rounded, type(module), {}))
+    kind: Any = type(module)
+    if isinstance(module, _Rounded):
+        pass
+    elif is_parametrized(module):  # torch has made its class for it alone, and takes it away again by its base
+        kind.__bases__ = (subclass_with(_Rounded, kind.__bases__[0], {}),)
+    else:
+        object.__setattr__(module, "__class__", subclass_with(_Rounded, kind, {}))
     return module
+
+
+def _of_nested(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute a nested tensor from one, by a function of the rows of all its parts."""
+    nested: Any = torch.nested
+    if x.layout is torch.jagged:
+        jagged: Any = x
+        y = compute(jagged.values())
+        return nested.nested_tensor_from_jagged(y, jagged.offsets(), lengths=jagged.lengths())  # type: ignore[no-any-return]
+    parts = x.unbind()
+    rows = compute(torch.cat(parts)).split([len(part) for part in parts])
+    return nested.as_nested_tensor(list(rows))  # type: ignore[no-any-return]
+
+
+def _called(module: nn.Module, args: Any) -> None:
+    """Do nothing: a hook shows that a layer has to be called.
+
+    In an evaluation ``nn.TransformerEncoderLayer`` runs a fused kernel on the weights of its layers, unless one of
+    these has hooks.
+    """
 
 
 def mark(module: nn.Module, recipe: Recipe | None) -> None:
@@ -113,11 +145,14 @@ def mark(module: nn.Module, recipe: Recipe | None) -> None:
         amax = Amax() if recipe.amax == "delayed" else None
         recipe = recipe.replace(layers="all") if callable(recipe.layers) else recipe  # a layer is pickled with it
         vars(module)["_products"] = Marked(recipe, recipe.products, amax)
+        if _called not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_called)
     elif isinstance(module, _Rounded):
-        object.__setattr__(module, "__class__", superclass_of(type(module), _Rounded))
-        vars(module)["_products"] = None  # for a class that others have made of ours, as FSDP2 does
-        if not isinstance(module, _Rounded):
-            del vars(module)["_products"]
+        if "forward" not in vars(module):  # somebody has wrapped ours
+            object.__setattr__(module, "__class__", superclass_of(type(module), _Rounded))
+        vars(module).pop("_products", None)  # the class stays if others have made one of it, as FSDP2 does
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _called]:
+            del module._forward_pre_hooks[key]
 
 
 def recipe_of(module: nn.Module) -> Recipe | None:
@@ -213,9 +248,9 @@ def _listed(key: str) -> tuple[str, torch.dtype, tuple[str, ...]] | None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True if a module computes what ``torch.nn.Linear`` does, by its ``forward``."""
-    kind: Any = superclass_of(type(module), _Rounded)
-    return isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward
+    """True if a module computes what ``torch.nn.Linear`` does, by the ``forward`` of its class."""
+    own = (cls for cls in type(module).__mro__ if cls is not _Rounded and "forward" in vars(cls))
+    return next(own, None) is nn.Linear
 
 
 def choose(model: nn.Module, recipe: Recipe) -> LayerTable:
@@ -239,9 +274,9 @@ def choose(model: nn.Module, recipe: Recipe) -> LayerTable:
         if callable(recipe.layers):
             given = recipe.layers(module, name)
             chosen = Recipe() if given is None else Recipe.of(given)
-            if misfit := unfit(module, chosen):
-                raise UsageError(f"The recipe of {name} does not fit: {misfit}. Return None for this layer.")
             reason = "" if given else "the function says None"
+            if not reason and (misfit := unfit(module, chosen)):
+                raise UsageError(f"The recipe of {name} does not fit: {misfit}. Return None for this layer.")
         elif recipe.layers == "auto" and len(layers) > 2 and at in (0, len(layers) - 1):
             reason = "the last layer" if at else "the first layer"
         elif recipe.layers == "auto" and id(module) in last:
@@ -257,8 +292,15 @@ def choose(model: nn.Module, recipe: Recipe) -> LayerTable:
 
 def unfit(module: Any, recipe: Recipe) -> str:
     """Find the reason why a layer cannot compute by a recipe; empty if it can."""
-    if has_own_ops(module.weight):
-        return f"its weight is a {type(module.weight).__name__}, which computes products its own way"
+    if isinstance(module, LazyModuleMixin):
+        return "its sizes are not known before its first forward pass"
+    if "forward" in vars(module) and not isinstance(module, _Rounded):
+        return "its forward was replaced; call amp.set_products before"
+    weight = module.weight
+    if has_own_ops(weight):
+        return f"its weight is a {type(weight).__name__}, which computes products its own way"
+    if not weight.is_floating_point():
+        return f"its weight is {dtype_name(weight.dtype)}"
     sizes = ("inputs", module.in_features, recipe.by_inputs), ("outputs", module.out_features, recipe.by_outputs)
     for what, size, by in sizes:
         if size % by:

@@ -267,7 +267,7 @@ def linear(
         dtype: the dtype of the result.
         amax: the values for delayed scales.
     """
-    rows: Any = _Product.apply(x.reshape(-1, x.shape[-1]), weight, bias, products, dtype, amax)  # type: ignore[no-untyped-call]
+    rows: Any = _Product.apply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias, products, dtype, amax)  # type: ignore[no-untyped-call]
     return rows.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
 
