@@ -78,8 +78,8 @@ def numbers_kind(op: Op) -> str:
     """The ``numbers`` of a row as the lists in force have it, or "" if a list decides.
 
     An op on a white list keeps its 16 bits, the user's list or the level's: the list was written for that. A reduction
-    of float16 is widened only where no list has a rule for it. An op whose row says nothing has "number" if it takes
-    Python numbers. Products add in fp32.
+    of float16, such as ``dot``, is widened only where no list has a rule for it. An op whose row says nothing has
+    "number" if it takes Python numbers. Products add in fp32.
     """
     if op.list in ("half", "wide"):
         return op.numbers if op.numbers == "mask" else ""
