@@ -1,4 +1,4 @@
-"""Which op runs in which precision: the lists, how to choose others, and what the name of an op means."""
+"""The precision of each op: the lists, how to choose others, and what the name of an op means."""
 
 from .core.oplists import BANNED, LIST_LEVELS, RULES, Entry, OpLists, entries, resolve
 

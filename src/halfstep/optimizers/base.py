@@ -1,4 +1,4 @@
-"""The common part of the fused optimizers: what a step is, from gradients to weights, whatever the update.
+"""The common part of the fused optimizers: the steps that every update shares, from gradients to weights.
 
 A subclass names the state it keeps and launches its kernels on rows of parameters. Where clipping or an overflow check
 is asked for, one read of the gradients gives their norm and whether they are finite. The kernels unscale, clip, update
@@ -38,9 +38,9 @@ class Step(NamedTuple):
     """One step of some rows.
 
     Attributes:
-        taken: how many steps each row has taken before: float32 of shape [rows]. None if the state has no ``step``.
-        factor: what gradients are to be multiplied by: 1 / loss scale, clipping, the sign of ``maximize``.
-        skip: 0-dim float32 tensor; where it is not 0 nothing may change.
+        taken: the number of earlier steps of each row, float32 of shape [rows]. None if the state has no ``step``.
+        factor: the number that gradients are multiplied by: 1 / loss scale, clipping, the sign of ``maximize``.
+        skip: 0-dim float32 tensor; if it is not 0, nothing may change.
     """
 
     taken: torch.Tensor | None
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
     @property
     def t(self) -> Any:
-        """Which step of each row this is, counted from 1: float64 of shape [rows]. None if nobody counts."""
+        """The number of this step of each row, from 1: float64 of shape [rows]. None if the state has no ``step``."""
         return None if self.taken is None else in_scalar_dtype(self.taken) + 1.0
 
     @property
@@ -69,15 +69,15 @@ class Step(NamedTuple):
 
 
 def one_minus_power(beta: float, t: float | torch.Tensor) -> Any:
-    """``1 - beta ** t``, where ``t`` is that of a ``Step``."""
+    """``1 - beta ** t``, where ``t`` is the ``t`` of a ``Step``."""
     if not isinstance(t, torch.Tensor) or t.dtype is torch.float64 or not 0.0 < beta < 1.0:
         return 1.0 - beta**t
     return -torch.expm1(t * math.log(beta))  # 1 - 0.999 ** 1 has four digits in float32
 
 
 OnGradients = Callable[[Sequence[ParamRows], Number], None]
-"""Called with all rows of a step, whose ``survey()`` has been read, and with what makes their gradients unscaled. The
-read is the one that clipping and the overflow check need, too."""
+"""A function that is called with all rows of a step, whose ``survey()`` has been read, and with the factor that
+unscales their gradients. Clipping and the overflow check use the same read."""
 
 
 class FusedOptimizer(FusedState):
@@ -99,7 +99,7 @@ class FusedOptimizer(FusedState):
         return group
 
     def _layout(self, group: Hyper) -> StateLayout:
-        """What is kept for a parameter, by the name it has in ``state[param]``."""
+        """Return the layout of the state of a parameter, by the names that it has in ``state[param]``."""
         raise NotImplementedError
 
     def _marks(self, group: Hyper, params: Sequence[torch.Tensor]) -> list[Hashable]:
@@ -112,15 +112,15 @@ class FusedOptimizer(FusedState):
         Args:
             group: hyperparameters; ``lr`` may be a tensor.
             rows: parameters, gradients and state.
-            step: its number, the factor of gradients and the flag.
+            step: the number of the step, the factor of gradients and the flag.
         """
         raise NotImplementedError
 
     @property
     def checks_gradients(self) -> bool:
-        """Whether a step that is given ``found_inf`` looks for inf and NaN itself, and notes what it finds there.
+        """True if a step that is given ``found_inf`` looks for inf and NaN itself, and notes in it what it finds.
 
-        It does where it clips, because it reads the norm of the gradients then.
+        A step that clips does so, because it reads the norm of the gradients.
         """
         return self.options.max_grad_norm is not None
 
@@ -175,7 +175,7 @@ class FusedOptimizer(FusedState):
         still called after each backward pass. It ends the step, and steps what has a gradient left. Without overflow
         every number is the same, to the bit.
 
-        - Gradients are divided by the loss scale as ever: that of ``amp.scale_loss``, or of the ``scaler``. At the
+        - Gradients are divided by the loss scale as ever: the scale of ``amp.scale_loss`` or of the ``scaler``. At the
           first gradient that is inf or NaN, stepping ends for this pass. Parameters that have stepped by then keep the
           step: their gradients were finite. The overflow lowers the scale as ever.
         - Nothing clips: the norm of all gradients is known when most of them are gone. ``FusedLAMB`` clips by default,
@@ -269,7 +269,7 @@ class FusedOptimizer(FusedState):
             group: the group.
             params: some of its parameters.
             positions: the place of each in the optimizer.
-            same_state: whether the entries of ``state`` are known to be those of that step.
+            same_state: True if ``state`` is known to have the same entries as in that step.
         """
         fused = self._fused
         hyper = self._hyper(group)
@@ -291,7 +291,7 @@ class FusedOptimizer(FusedState):
     ) -> tuple[Number, torch.Tensor | None]:
         """The factor of the gradients and the flag of a step, from at most one read of the gradients.
 
-        With clipping or a scaler, the flag also goes to whoever gave one.
+        With clipping or a scaler, the flag is also written to the ``found_inf`` or the scaler that was given.
         """
         all_rows = [rows for _, group_rows in groups for rows in group_rows.rows]
         device = all_rows[0].device
@@ -321,10 +321,10 @@ class FusedOptimizer(FusedState):
         """Read all gradients once: for the norm that clips, for inf and NaN, and for ``on_gradients``.
 
         Args:
-            all_rows: those of the step.
-            inverse: what the gradients are to be multiplied by before they are clipped.
+            all_rows: the rows of the step.
+            inverse: the factor that the gradients are multiplied by before they are clipped.
             skip: the flag that was given; None for none.
-            check: whether to read them for inf and NaN if nothing else does.
+            check: True to read them for inf and NaN even if nothing else needs the read.
         """
         device, limit, watched = all_rows[0].device, self.options.max_grad_norm, self.on_gradients
         sums = []

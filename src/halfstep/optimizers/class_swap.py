@@ -17,13 +17,13 @@ _HOOKED: Any = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.ste
 
 
 def rebase(optimizer: Any, base: type, attached: Any = None) -> None:
-    """Give an optimizer another class, or our methods before those of its class, or take our methods away.
+    """Give an optimizer another class, put our methods before the methods of its class, or take our methods away.
 
     What torch and its schedulers do to the ``step`` of a class is done for the new one, too.
 
     Args:
         optimizer: any.
-        base: its class from now on, but for our methods.
+        base: the class of the optimizer from now on, apart from our methods.
         attached: the ``AttachedOptimizer`` of an optimizer that is to have our methods; None for one that is not.
     """
     before: Any = vars(optimizer).pop("_amp_stash", None)
@@ -55,9 +55,9 @@ def _unhooked(base: Any) -> tuple[Callable[..., Any], bool]:
 
 
 def counts_steps(optimizer: Any) -> bool:
-    """Whether the instance's ``step`` is its class's with the mark of torch's schedulers, and nothing else.
+    """True if the ``step`` on the instance is only the ``step`` of its class with the mark of torch's schedulers.
 
-    They put a ``step`` on the instance that counts, to warn of a wrong order.
+    Schedulers put a ``step`` on the instance that counts calls, to warn of a wrong order.
     """
     step = vars(optimizer).get("step")
     inner = getattr(step, "__wrapped__", None)

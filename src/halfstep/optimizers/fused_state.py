@@ -39,11 +39,11 @@ class FusedData:
     """Everything that a fused optimizer has and torch's has not. It is the one attribute that we put on its instances.
 
     Attributes:
-        table: the parameters, and the masters of those of 16 bits.
-        options: how weights and state are stored, and whether a step clips.
-        set_grad_none: what ``zero_grad()`` does by default.
+        table: the parameters, and the masters of the 16-bit ones.
+        options: the storage of weights and state, and the norm that a step clips to.
+        set_grad_none: the default of ``zero_grad(set_to_none=...)``.
         grad_norm: the 2-norm of the unscaled gradients at the last step, a 0-dim tensor, if the step clipped.
-        warned: whether the warning about lost updates has been given, or need not be.
+        warned: True if the warning about lost updates has been given, or need not be.
         release: the gradient release that ``attach`` began; None if there is none.
         on_gradients: functions that are called with the gradients of each step; see ``OnGradients``.
         groups: the rows of each parameter group, by its place, as the last step left them.
@@ -73,7 +73,7 @@ class FusedData:
 
 
 _SAVED = {"options": "options", "set_grad_none": "set_grad_none", "grad_norm": "grad_norm", "_warned": "warned"}
-"""What a pickle holds of ``FusedData``: the name that it has there, and that of the field."""
+"""The fields of ``FusedData`` that a pickle holds: the name in the pickle, and the name of the field."""
 
 
 def _field(name: str) -> Any:
@@ -86,7 +86,7 @@ class FusedState(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups of them.
-        set_grad_none: what ``zero_grad()`` does by default.
+        set_grad_none: the default of ``zero_grad(set_to_none=...)``.
         given: the fields of ``FusedOptions``, and the defaults of the groups.
 
     Attributes:

@@ -41,7 +41,7 @@ class LARC:
     for the step. A parameter whose weight or gradient is all zero is left as it is. Nothing is read from the device.
 
     Args:
-        optimizer: what steps.
+        optimizer: the optimizer to wrap.
         trust_coefficient: eta of the paper.
         clip: bound the rate; False multiplies it.
         eps: added to the denominator.

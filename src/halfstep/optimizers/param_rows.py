@@ -78,14 +78,14 @@ class ParamRows:
         params: the parameters.
         grads: their gradients.
         states: the state of each.
-        layout: what an update keeps.
-        options: how weights are stored.
+        layout: the state that the update keeps.
+        options: the storage of weights.
         positions: the place of each parameter in the optimizer, from which its seeds are made.
 
     Attributes:
         params: the parameters.
         table: columns ``grad``, ``param`` and the tensors of the state.
-        device: where it lies.
+        device: the device of the rows.
         weights: the parameters, without gradients.
         numbers: the numbers of the state, float32 of shape [rows].
         domain: the processes that hold the other parts.
@@ -146,8 +146,8 @@ class ParamRows:
         """Run a kernel on the table; stochastic rounding gets its seeds from the step counts.
 
         Args:
-            kernel: what to run.
-            scalars: its numbers.
+            kernel: the kernel.
+            scalars: the numbers that the kernel reads.
             skip: see ``Launcher``.
             found: see ``Launcher``.
             beside: columns that only this call has, by name.
@@ -202,12 +202,12 @@ class GroupRows:
     """All the rows of one parameter group, kept from step to step while nothing but gradients changes.
 
     Args:
-        params: of the group.
-        state: of the optimizer.
-        layout: what its update keeps.
-        options: of the optimizer.
-        places: of the parameters in the optimizer.
-        marks: for each parameter; those with the same go together.
+        params: the parameters of the group.
+        state: the state of the optimizer.
+        layout: the state that its update keeps.
+        options: the options of the optimizer.
+        places: the positions of the parameters in the optimizer.
+        marks: a mark for each parameter; parameters with the same mark share rows.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ def _prepare(param: torch.Tensor, state: dict[str, Any], layout: StateLayout, ke
 
 
 def codes_of(spec: StateSpec) -> Storage:
-    """How 8-bit codes of something that is kept are to be read."""
+    """Return the storage that decodes the 8-bit codes of a state."""
     return SIGNED if spec.moment == "first" else UNSIGNED
 
 

@@ -153,16 +153,16 @@ class GradientRelease:
         Beside a ``GradScaler`` it is a block of other optimizers, and what the scaler is to hear stays.
 
         Args:
-            params: those of the optimizer, with the gradients from before the block.
+            params: the parameters of the optimizer, with the gradients from before the block.
             scale: by what the gradients of the pass are to be divided; None if they are not scaled.
-            guard: called before a gradient is used; raises an error if it must not be.
+            guard: a function that is called before a gradient is used; raises an error if it must not be used.
         """
         self._scale, self._guard, self._before = scale, guard, len(self._stepped)
         self._found = None if self.scaler is None else self._found  # a scaler's ends with the step
         self._earlier = {id(param) for param in params if param.grad is not None}
 
     def finish(self, found_inf: torch.Tensor) -> bool:
-        """The block was left. Adds its overflow to ``found_inf``; returns True if a parameter stepped in it."""
+        """True if a parameter stepped in the block that was left, whose overflow is added to ``found_inf``."""
         self._scale = self._guard = None
         self.add_overflow(found_inf)
         return len(self._stepped) > self._before
@@ -253,7 +253,7 @@ class GradientRelease:
             self._step_waiting()
 
     def _watch(self) -> None:
-        """Learn which parameters there are, and put hooks on those that are new or no longer frozen."""
+        """Learn which parameters there are, and put hooks on parameters that are new or no longer frozen."""
         optimizer: Any = self._optimizer()
         self._places = {}
         for index, group in enumerate(optimizer.param_groups):

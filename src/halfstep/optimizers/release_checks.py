@@ -19,8 +19,8 @@ def check(optimizer: Any, model: nn.Module, is_released: Callable[[torch.Tensor]
 
     Args:
         optimizer: a fused one.
-        model: whose backward passes are to step.
-        is_released: whether another optimizer releases the gradient of a parameter.
+        model: the model whose backward passes are to step.
+        is_released: returns True if another optimizer releases the gradient of a parameter.
 
     Raises:
         ArgumentValueError: for parameters that are not in the model or on several devices, and for sparse layers.

@@ -1,4 +1,4 @@
-"""Which ops run in which precision: the tables, the names of ops, and the user's choice of lists as a value."""
+"""The precision of each op: the tables, the names of ops, and the user's choice of lists as a value."""
 
 from .entries import Entry, entries
 from .names import resolve

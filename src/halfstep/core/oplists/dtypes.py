@@ -1,9 +1,9 @@
-"""Which dtype an op reads its tensors in, and which dtype its result has: what every kind of casting asks.
+"""The dtype that an op reads its tensors in, and the dtype of its result. Every kind of casting asks for them here.
 
-Four ask. Eager op casting asks when it builds the table of its rules (``casting.rule_table``), so that a call costs
-nothing more. A call that torch has refused, and one that is recorded and runs later, ask for ops of models that have no
-lists (``casting.meeting``). The pass over captured graphs asks for each node (``graph.cast_pass``). What they do with
-the answer is theirs.
+There are four callers. Eager op casting asks when it builds the table of its rules (``casting.rule_table``), so that a
+call costs nothing more. A call that torch has refused, and one that is recorded and runs later, ask for ops of models
+that have no lists (``casting.meeting``). The pass over captured graphs asks for each node (``graph.cast_pass``). Each
+caller carries out the answer in its own way.
 
 All four also ask about each call that has a number which 16 bits do not have (``needs_fp32``).
 """
@@ -23,15 +23,15 @@ from .tables import Op
 __all__ = ["ANY", "FIRST", "FLOAT", "HALF", "WIDEST", "dtypes", "needs_fp32", "numbers_kind", "read_in", "refused_row"]
 
 HALF, FLOAT, WIDEST, FIRST, ANY = "half", "float", "widest", "first", "any"
-"""The dtypes in which a call reads its fp32 and 16-bit tensors: 16 bits, fp32, the widest of them, that of the first,
-or as they are."""
+"""The dtypes in which a call reads its fp32 and 16-bit tensors: 16 bits, fp32, the widest of their dtypes, the dtype of
+the first tensor, or the dtype that each has."""
 
 
 def read_in(op: Op, in_place: bool = False) -> str:
     """Return the dtype in which an op reads its fp32 and 16-bit tensors.
 
     Args:
-        op: its row as the lists in force have it; see ``OpLists.row``.
+        op: the row of the op in the lists in force; see ``OpLists.row``.
         in_place: True for the form that writes to its first tensor. ``FLOAT`` means then that it may not write to 16
             bits.
     """
@@ -51,7 +51,7 @@ def dtypes(op: Op, given: Sequence[str], in_place: bool = False) -> tuple[str, s
 
     Args:
         op: as of ``read_in``.
-        given: what each is given in, ``HALF`` or ``FLOAT``; at least one.
+        given: the precision of each tensor as it is given, ``HALF`` or ``FLOAT``; at least one.
         in_place: as of ``read_in``.
 
     Returns:
@@ -94,8 +94,8 @@ def needs_fp32(kind: str, half: torch.dtype, args: Sequence[Any], kwargs: Mappin
     Args:
         kind: the ``numbers_kind`` of its row, which is asked for once: this runs where a compiler traces.
         half: the 16-bit dtype that the call reads.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        args: the arguments of the call.
+        kwargs: the keyword arguments of the call.
     """
     if kind in ("number", "bound"):
         return any(_is_lost(each, half, kind == "bound") for each in (*args, *kwargs.values()))
@@ -104,7 +104,7 @@ def needs_fp32(kind: str, half: torch.dtype, args: Sequence[Any], kwargs: Mappin
 
 
 def _is_lost(number: Any, half: torch.dtype, bound: bool) -> bool:
-    """Whether a Python number becomes 0 or infinite in 16 bits and is not; or, for a bound, 1 or -1."""
+    """True if a Python number becomes 0 or infinite in 16 bits and is not before, or a bound becomes 1 or -1."""
     if not isinstance(number, (int, float)):
         return isinstance(number, complex)
     info, size = torch.finfo(half), abs(number)
@@ -113,7 +113,7 @@ def _is_lost(number: Any, half: torch.dtype, bound: bool) -> bool:
 
 
 def _is_large(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a sum gives one number, or each of its results adds so many that ones would be too many for float16."""
+    """True if a sum gives one number, or if each result adds so many that a sum of ones overflows float16."""
     first: Any = args[0] if args else kwargs.get("input")
     dim: Any = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
     dims = (dim,) if isinstance(dim, (int, str)) else dim

@@ -16,7 +16,7 @@ class Entry(NamedTuple):
     """The rule of one op, and why."""
 
     op: str
-    """Its canonical name, torch's own in ATen: ``softmax``, ``linalg_norm``, ``fft_rfft``."""
+    """The canonical name, which is torch's own in ATen: ``softmax``, ``linalg_norm``, ``fft_rfft``."""
     rule: str
     """A key of ``RULES``."""
     reason: str
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     native: str
     """The rule that ``torch.autocast`` has for it on the device asked about, "free" if none."""
     kernels: str = "all"
-    """What torch has for 16 bits on a CPU: "all", "none", "wrong" or "one"; see ``kernels`` of ``tables.Op``."""
+    """The 16-bit kernels that torch has on a CPU: "all", "none", "wrong" or "one"; see ``tables.Op``."""
 
 
 def entries(ops: Iterable[object] = (), *, lists: OpLists | None = None, device: str = "cpu") -> list[Entry]:
@@ -32,7 +32,7 @@ def entries(ops: Iterable[object] = (), *, lists: OpLists | None = None, device:
 
     Args:
         ops: names or torch functions to ask about; none means every public name on a list.
-        lists: a choice of lists; None means those of opt level O1.
+        lists: a choice of lists; None means the lists of opt level O1.
         device: "cpu" or "cuda", for ``native``.
 
     Raises:

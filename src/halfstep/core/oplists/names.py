@@ -180,7 +180,7 @@ _TENSORS = ("Tensor", "Tensor[]")
 
 @functools.cache
 def computes(name: str) -> bool:
-    """Whether an op computes new values from its inputs. Views, factories and conversions do not."""
+    """True if an op computes new values from its inputs. Views, factories and conversions do not."""
     if name in _LISTED:
         return True
     if row_of(name).result == "given" or name not in known_names() or name.startswith(_INTERNAL_PREFIXES):
@@ -190,7 +190,7 @@ def computes(name: str) -> bool:
 
 @functools.cache
 def takes_number(name: str) -> bool:
-    """Whether an op computes with a Python number beside a tensor."""
+    """True if an op computes with a Python number beside a tensor."""
     texts = map(str, schemas_of_op(f"aten::{name}")) if computes(name) else ()
     return any("Tensor " in text and ("Scalar " in text or "Scalar? " in text) for text in texts)
 

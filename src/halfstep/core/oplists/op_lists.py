@@ -44,14 +44,14 @@ _TEXT = re.compile(r"(?P<level>\w+)(?P<fixed>!promote)?(?P<moved>([+~^-][\w.]+)*
 
 @dataclass(frozen=True)
 class OpLists:
-    """Which ops run in which precision: the lists of a level, and the ops that the user moved.
+    """The precision of each op: the lists of a level, and the ops that the user moved.
 
     Attributes:
         level: a key of ``LIST_LEVELS``.
-        white: canonical names of ops that run in 16 bits whatever the level says.
-        black: canonical names of ops that run in fp32 whatever the level says.
-        free: canonical names of ops that compute in the dtype of their inputs whatever the level says.
-        wide: canonical names of matrix products that read 16 bits and give fp32 whatever the level says.
+        white: canonical names of ops that run in 16 bits. These four sets win over the level.
+        black: canonical names of ops that run in fp32.
+        free: canonical names of ops that compute in the dtype of their inputs.
+        wide: canonical names of matrix products that read 16 bits and give fp32.
         promote: at O2, whether an op on no list computes in the widest dtype of its inputs (True) or in 16 bits.
 
     Raises:
@@ -150,7 +150,7 @@ class OpLists:
         return self.row(name).list
 
     def reason(self, name: str) -> str:
-        """Why an op is on its list, in a word; empty for an op on none."""
+        """Return the reason why an op is on its list, in a word; empty for an op on none."""
         return self.row(name).reason
 
     def row(self, name: str) -> Op:

@@ -28,31 +28,33 @@ class Op(NamedTuple):
     """The facts about one op. ``names.spellings`` has the callables that compute it.
 
     Attributes:
-        name: its canonical name, torch's own in ATen.
-        list: its list at O1: "half", "float", "promote", "sequence-promote", "banned", or "free" for none.
-        reason: why it is there, in a word. The half list has "matrix-unit" (all that level OD casts) and "fast"; of the
-            float list "interpolation" and "accumulation" are fp32 at O2 too.
-        kind: of a sum of products, which a chip may have 16-bit units for: one of ``KINDS``.
-        reads: what torch itself does with tensors of several dtypes. "one" refuses them, "any" promotes them, "first"
-            computes in the dtype of the first beside fp32 parameters, "half-first" does so for 16 bits and refuses fp32
-            beside 16-bit parameters, "moves" is for an op of one tensor that moves numbers and computes none.
-        in_place: what its form in place does with tensors of other dtypes: "one" or "any" as above; "moves" writes
-            numbers and computes none, so that 16 bits are no loss although the op is on the float list.
-        result: "given" for a conversion, a factory and others that are given their dtype and compute no value from
+        name: the canonical name, which is torch's own in ATen.
+        list: the list of the op at O1: "half", "float", "promote", "sequence-promote", "banned", or "free" for none.
+        reason: the reason why it is there, in a word. The half list has "matrix-unit" (all that level OD casts) and
+            "fast"; of the float list "interpolation" and "accumulation" are fp32 at O2 too.
+        kind: the kind of a sum of products, which a chip may have 16-bit units for: one of ``KINDS``.
+        reads: the way in which torch itself takes tensors of several dtypes. "one" refuses them, "any" promotes them,
+            "first" computes in the dtype of the first beside fp32 parameters, "half-first" does so for 16 bits and
+            refuses fp32 beside 16-bit parameters, "moves" is for an op of one tensor that moves numbers and computes
+            none.
+        in_place: the way in which its form in place takes tensors of other dtypes: "one" or "any" as above; "moves"
+            writes numbers and computes none, so that 16 bits are no loss although the op is on the float list.
+        result: "given" for a conversion, a factory and other ops that are given their dtype and compute no value from
             their inputs; else it is in the dtype that is read.
-        kernels: what torch has for 16 bits (2.11 to 2.13, CPU): "all"; "none"; "wrong", whose result or gradient is
-            wrong or missing, and losses; "one", which takes no fp32 tensor beside, or whose gradient does not.
-        numbers: which calls compute and return fp32, whatever they are given, because 16 bits do not have a number of
-            them (``dtypes.needs_fp32``). "number", and all ops that take a Python number beside a tensor: if it would
-            become 0 or infinite; "bound": also if it would become 1; "sum": in float16, if it gives one number or adds
-            more than 65,504; "norm": in float16; "accumulate": with ``accumulate=True``; "mask": the mask alone stays
-            finite in 16 bits.
+        kernels: the kernels that torch has for 16 bits (2.11 to 2.13, CPU): "all"; "none"; "wrong", whose result or
+            gradient is wrong or missing, and losses; "one", which takes no fp32 tensor beside, or whose gradient does
+            not.
+        numbers: the calls that compute and return fp32 from inputs of any dtype, because 16 bits do not have one of
+            their numbers (``dtypes.needs_fp32``). "number", and all ops that take a Python number beside a tensor: if
+            it would become 0 or infinite; "bound": also if it would become 1; "sum": in float16, if it gives one number
+            or adds more than 65,504; "norm": in float16; "accumulate": with ``accumulate=True``; "mask": the mask alone
+            stays finite in 16 bits.
         inside: "product" if its own implementation may call a matrix product, which native autocast would lower.
         cpu: the rule of ``torch.autocast`` on a CPU. Some ops only call an op that has the rule.
         cuda: the same on CUDA.
         paddle: Paddle's names where they differ from torch's, with commas between.
         fused: Paddle's names of kernels that do the op together with others, or in one library only.
-        note: what to do instead of a banned op, as the error says it.
+        note: the advice that the error of a banned op gives.
     """
 
     name: str
