@@ -1,4 +1,4 @@
-"""Which dtype each op and each module computes in. Knows nothing of optimizers.
+"""The dtype in which each op and each module computes. Knows nothing of optimizers.
 
 - ``modules.py``: casts the weights of models and adds their hooks. ``buffers.py``: which buffers stay or become fp32.
   ``inputs.py``: casts inputs of a model. ``sharded.py``: parameters of FSDP2 and tensor parallelism.

@@ -101,7 +101,7 @@ class UpdatedBuffers:
         return self.kept[buffer].read()
 
     def begin(self, model: nn.Module, passes: FirstPasses) -> bool:
-        """A training pass begins. Returns True if buffers are in their last dtype from now on."""
+        """Begin a training pass; return True if buffers are in their last dtype from now on."""
         if self.changed is None:
             named = model.named_buffers(remove_duplicate=False)
             self.before = {path: (b, b._version, b.clone()) for path, b in named if b in self.kept and is_half(b)}

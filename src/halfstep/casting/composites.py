@@ -38,7 +38,7 @@ class _Globals(dict[str, Any]):
 
 
 def is_composite_of(func: Callable[..., Any], listed: frozenset[str]) -> bool:
-    """Whether a callable is a function in Python that calls one of the listed ops."""
+    """True if a callable is a function in Python that calls one of the listed ops."""
     return (
         isinstance(func, types.FunctionType)
         and has_question(func)
@@ -47,7 +47,7 @@ def is_composite_of(func: Callable[..., Any], listed: frozenset[str]) -> bool:
 
 
 def has_question(func: types.FunctionType) -> bool:
-    """Whether a function in Python offers itself to modes."""
+    """True if a function in Python offers itself to modes."""
     return not set(_QUESTIONS).isdisjoint(func.__code__.co_names)
 
 

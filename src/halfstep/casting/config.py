@@ -1,4 +1,4 @@
-"""What is done to ops, as a value: which dtype by which lists on which devices, and what is emulated."""
+"""The casting of ops as a value: the dtype, the lists, the devices, and the emulation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _present_devices() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def derive(**settings: Any) -> tuple[str, tuple[str, ...], EmulatedKinds]:
-    """What follows from the settings of a config: a key, where native autocast takes part, and what is emulated."""
+    """Derive from the settings of a config its key, the devices with native autocast, and the emulated kinds."""
     devices = settings["devices"]
     native: tuple[str, ...] = ()
     if settings["enabled"] and settings["lists"].level == "native":
@@ -60,30 +60,30 @@ def derive(**settings: Any) -> tuple[str, tuple[str, ...], EmulatedKinds]:
 
 
 class CastingConfig:
-    """What is done to ops.
+    """The way in which ops are cast.
 
     Args:
         dtype: the 16-bit dtype of the ops on the half list. None is for scopes that cast nothing: they emulate both.
-            Where ops meet, the dtype of the weights, which is fp32 in an island.
-        lists: which ops run in which precision. None is the lists of O1, and where ops meet, no lists.
+            If ops meet, the dtype of the weights, which is fp32 in an island.
+        lists: the lists that give each op its precision. None is the lists of O1, and if ops meet, no lists.
         enabled: False casts nothing, but for ops on ``lists`` where ops meet.
         cache: cast each fp32 parameter at most once in a call of the outermost model, or in a block.
         verbose: log each cast at level INFO of the logger "halfstep".
         allow_banned: run banned ops in fp32 instead of refusing 16-bit inputs.
         devices: types of the devices whose tensors are cast; None means the CPU and the accelerator of this machine.
-        emulate: where 16-bit products run in fp32 kernels; see ``emulation.Emulate``.
+        emulate: the devices on which 16-bit products run in fp32 kernels; see ``emulation.Emulate``.
         keeps_autocast: leave a plain ``torch.autocast`` around a model as it is.
-        meets: True to call an op again whose dtypes torch has refused (``meeting``); None is what ``enabled`` is.
+        meets: True to call an op again whose dtypes torch has refused (``meeting``); None means as ``enabled``.
         products: the recipe by which products round their operands to formats, as a text; see ``halfstep.formats``.
 
     Attributes:
         settings: the arguments.
         key: the settings as a text, from which ``config_of`` makes the config again.
         native: types of the devices on which native autocast does a part of the work.
-        emulated: which 16-bit ops run in fp32 kernels.
+        emulated: the 16-bit ops that run in fp32 kernels.
         is_noop: True if nothing is done to any op.
         rules: the first arguments of ``build_table``.
-        plans: how modes carry it out (``current.plan_of``), without and with something that records ops.
+        plans: the plans by which modes carry it out (``current.plan_of``), for ops that run now and for recorded ops.
         reaches_later: True if checkpoints and threads follow it, or need not; see ``scope.around_recomputation``.
     """
 

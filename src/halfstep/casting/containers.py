@@ -55,9 +55,9 @@ def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[..., Any] | None = 
 
     Args:
         value: anything.
-        dtype: of the results.
-        cast: called with each floating tensor of another dtype, after the number or key at which each container has
-            what is inside; None is ``tensor.to(dtype)``.
+        dtype: the dtype of the results.
+        cast: a function that is called with each floating tensor of another dtype, after the number or key of each item
+            in its container; None is ``tensor.to(dtype)``.
         made: gets each container of which a copy is made, the copy, and the items of the copy. What is in it already
             is not copied again.
     """

@@ -105,10 +105,10 @@ def changing_first(change: Callable[[Any], Any]) -> Wrap:
 
 
 class Saved(NamedTuple):
-    """What was current in a thread before a scope, or before its first session.
+    """The state of a thread before a scope, or before its first session.
 
     Attributes:
-        config: of the mode, as the next three.
+        config: the config of the mode, as are the next three.
         plan: see ``CastMode``.
         cache: see ``CastMode``.
         session: see ``CastMode``.
@@ -135,11 +135,11 @@ class Scope:
     """An open scope of a thread.
 
     Attributes:
-        owner: who opened it and will close it.
-        frame: of the call that opened it; None for a ``with`` block.
-        saved: what its end puts back; None if it changed nothing.
+        owner: the object that opened it and will close it.
+        frame: the frame of the call that opened it; None for a ``with`` block.
+        saved: the state that its end puts back; None if it changed nothing.
         patches: names of torch that it has replaced, or None.
-        watched: where a first pass is watched, its kind, and how many ops had met before it; see ``first_passes``.
+        watched: the kind of a first pass that is watched, and how many ops had met before it; see ``first_passes``.
         casts: the arguments of the model that may be written to, and their casts; see ``inputs``.
     """
 
@@ -155,8 +155,8 @@ class ThreadState(threading.local):
     """The state of one thread.
 
     Attributes:
-        key: of the current casting, also in compiled code; empty for one that does nothing.
-        explicit: whether the innermost scope is the user's.
+        key: the key of the current casting, also in compiled code; empty for a casting that does nothing.
+        explicit: True if the innermost scope is the user's.
         open: the open scopes, the innermost last.
         traced: the states that compiled code will put back.
         session: the O1 session that the thread has joined, or None. One that is over stays here until it is left.
@@ -180,7 +180,7 @@ thread = ThreadState()
 
 
 def is_current(casting: CastingConfig) -> bool:
-    """Whether the thread does what a casting says already. Dynamo traces this too."""
+    """True if the thread does already what a casting says. Dynamo traces this too."""
     if thread.key != casting.key and (thread.key or not casting.is_noop):
         return False
     native = [d for d in casting.devices if d in NATIVE and torch.is_autocast_enabled(d)]
@@ -189,14 +189,14 @@ def is_current(casting: CastingConfig) -> bool:
 
 
 def is_recorded() -> bool:
-    """Whether ops are recorded, to run later: by ``torch.export`` or ``torch.jit.trace``."""
+    """True if ops are recorded, to run later: by ``torch.export`` or ``torch.jit.trace``."""
     return torch.compiler.is_exporting() or jit_tracing_state() is not None
 
 
 def set_current(
     casting: CastingConfig, devices: Iterable[str], session: SessionEnd | None = None, *, in_op: bool = False
 ) -> None:
-    """Make a casting current: of these devices, native autocast is on for the casting's own and off for the others.
+    """Make a casting current: of these devices, native autocast is on for the casting's own and off for the rest.
 
     Args:
         casting: the casting.
@@ -238,7 +238,7 @@ def set_native(state: list[tuple[str, bool, torch.dtype]]) -> None:
 
 
 def in_autocast() -> bool:
-    """Whether this thread is in a ``torch.autocast`` block (a checkpoint has one), which restores what it found."""
+    """True if this thread is in a ``torch.autocast`` block (a checkpoint has one), which restores what it found."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > 0
 
@@ -250,7 +250,7 @@ def clear_cache() -> None:
 
 
 def save(devices: Iterable[str]) -> Saved:
-    """What is current; the state of native autocast on these types of devices."""
+    """Return what is current, with the state of native autocast on these types of devices."""
     mode, native = thread.mode, [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     now = mode.config, mode.plan, mode.cache, mode.session, thread.key, thread.explicit
     return Saved(*now, native, torch.is_autocast_cache_enabled(), function_modes())
@@ -270,7 +270,7 @@ def restore(saved: Saved, *, in_op: bool = False) -> None:
 
 
 def close(owner: object, *, in_op: bool = False) -> bool:
-    """Close the latest scope of an owner, and those that were opened inside of it and not closed, if there is one."""
+    """Close the latest scope of an owner, if there is one, and the scopes opened inside of it that are still open."""
     if owner not in [scope.owner for scope in thread.open]:
         return False
     scope = None

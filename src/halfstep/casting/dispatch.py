@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 Rule = Callable[["CastMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""What is done to a call of an op: called with the mode, the op, its arguments and its keyword arguments."""
+"""The casting of one call of an op: called with the mode, the op, its arguments and its keyword arguments."""
 
 _Tensor, _OVERLOADS = torch.Tensor, {OpOverload, OpOverloadPacket}
 _is_autocast_enabled = torch.is_autocast_enabled
@@ -88,7 +88,7 @@ class SessionEnd(Protocol):
     """The part of a session that a mode asks before each op."""
 
     def is_over(self) -> bool:
-        """Whether the session's models and optimizers are gone."""
+        """True if the session's models and optimizers are gone."""
 
     def leave(self) -> None:
         """Make something else current in this thread."""
@@ -101,8 +101,8 @@ class Plan(NamedTuple):
         explicit: True if the tables leave nothing to native autocast, which may be on or off, for other lists.
         table: the rule of each callable; see ``build_table``.
         recorded: the same for code that Dynamo traces. There no op can be called again.
-        call_again: what is asked when torch has refused the dtypes of a call; see ``meeting.call_again``. None to leave
-            it at that.
+        call_again: a function that is called when torch has refused the dtypes of a call; see ``meeting.call_again``.
+            With None the error of torch goes to the user.
     """
 
     explicit: bool = False
@@ -121,11 +121,11 @@ class CastMode(TorchFunctionMode):
     Attributes:
         config: the casting. Of the devices in ``config.native`` native autocast does a part of the work; where a user
             turns it off, nothing is cast.
-        plan: how it is carried out.
+        plan: the plan by which it is carried out.
         cache: copies of weights, or None to keep none.
         session: the O1 session that the mode follows, which may be over at any op; None in a scope, and if compiled.
         frame: the call of a model whose casting it is; None for a ``with`` block. Ctrl-C ends it without a second hook.
-        logits: of the latest sigmoids; see ``logits``.
+        logits: the arguments of the latest sigmoids; see ``logits``.
     """
 
     def __init__(
@@ -246,11 +246,11 @@ def set_function_modes(modes: list[TorchFunctionMode]) -> None:
 
 
 def place(mode: CastMode, wanted: bool) -> None:
-    """Put a mode on the stack, or take it off, and take off those that compiled code has put there.
+    """Put a mode on the stack, or take it off, and take off the modes that compiled code has put there.
 
-    It goes under all others but the default device, so that no other ``with`` block pops it for its own.
+    It goes under all modes but the default device, so that no other ``with`` block pops it for its own.
     ``torch.set_default_device`` enters its context, which insists on the bottom of the stack; ``with torch.device``
-    pushes one that was not entered, and takes off whatever is on top (torch 2.11 to 2.13).
+    pushes a context that was not entered, and takes off the top of the stack (torch 2.11 to 2.13).
     """
     modes = [function_mode_at(i) for i in range(function_mode_count())]
     placed = [each for each in modes if not isinstance(each, CastMode)]

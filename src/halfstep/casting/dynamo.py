@@ -1,4 +1,4 @@
-"""What ``torch.compile`` meets of op casting: scopes that are entered while it traces, and functions marked for it.
+"""The part of op casting that ``torch.compile`` meets: scopes entered while it traces, and functions marked for it.
 
 Dynamo follows function modes, also across graph breaks, where it can find them again: they lie in ``_modes``. It does
 not keep native autocast that one hook turns on and another off (torch 2.13: AOTAutograd drops the calls), so the

@@ -56,7 +56,7 @@ def _lacking(device_type: str) -> EmulatedKinds:
 
 
 def emulated_kinds(device_types: Iterable[str], dtype: torch.dtype | None, emulate: Emulate) -> EmulatedKinds:
-    """What is emulated on some devices, the current one of each type.
+    """Return the kinds of ops that are emulated on some devices, the current one of each type.
 
     Args:
         device_types: as of ``torch.device.type``.
@@ -70,9 +70,9 @@ def emulated_kinds(device_types: Iterable[str], dtype: torch.dtype | None, emula
 
 
 def has_own_ops(tensor: Tensor) -> bool:
-    """Whether a tensor is of somebody's subclass that has its own way with ops, such as one of float8 numbers.
+    """True if a tensor is of a subclass, not of torch or halfstep, that implements ops itself, such as float8 tensors.
 
-    What an op does with it is not the product of its numbers in fp32, and it may not be widened at all.
+    The result of an op on it is not the product of its numbers in fp32, and it may not be widened at all.
     """
     kind = type(tensor)
     if kind is Tensor or kind is torch.nn.Parameter or kind.__module__.partition(".")[0] in ("torch", "halfstep"):
@@ -119,7 +119,7 @@ def narrow(x: Tensor, dtype: torch.dtype, opaque: bool | None = None) -> Tensor:
     Args:
         x: on any device.
         dtype: torch.float16 or torch.bfloat16.
-        opaque: whether a compiler must not see through it; None means ``_is_compiled``.
+        opaque: True if a compiler must not see through it; None means ``_is_compiled``.
     """
     if _is_compiled() if opaque is None else opaque:
         return _narrow(x, dtype)  # type: ignore[no-any-return]

@@ -34,7 +34,7 @@ def narrow_finite(tensor: torch.Tensor, half: torch.dtype, traced: bool | None =
     Args:
         tensor: a floating tensor.
         half: the 16-bit dtype.
-        traced: what ``is_traced`` says, for who has asked it; None asks.
+        traced: the result of ``is_traced``, if the caller has it; None calls it.
     """
     limits = torch.finfo(half)
     recorded = (is_traced() if traced is None else traced) or (dispatch_mode_count() and has_recording_mode())
@@ -50,9 +50,9 @@ def finite_rule(op: Op, in_place: bool, otherwise: Rule | None, recorded: bool) 
     """The rule of an op that looks at its numbers first.
 
     Args:
-        op: its row as the lists in force have it.
+        op: the row of the op in the lists in force.
         in_place: True for the form that writes to its first tensor.
-        otherwise: its rule where 16 bits have them; None calls it as it is.
+        otherwise: the rule of a call whose numbers 16 bits have; None calls the op as it is.
         recorded: True leaves integers alone, but for fills: where a compiler traces they may be sizes.
 
     Returns:

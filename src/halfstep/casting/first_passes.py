@@ -29,11 +29,11 @@ _REFUSALS = ("dtype", "scalar type", "not implemented for", "same type", "conver
 
 
 class FirstPasses:
-    """What the passes of one model have shown; copies of the model share it.
+    """The record of what the first passes of one model have shown; copies of the model share it.
 
     Args:
-        casting: of the model, in which ops meet.
-        always: keep the mode on, whatever they show.
+        casting: the casting of the model, in which ops meet.
+        always: keep the mode on, even if the first passes do not need it.
         spared: names of buffers that have stayed fp32.
 
     Attributes:
@@ -64,7 +64,7 @@ class FirstPasses:
         """Begin a call of a method of the model. The first calls of each kind are watched.
 
         Args:
-            name: of the method.
+            name: the name of the method.
             model: the model.
             args: the arguments, cast.
             kwargs: the keyword arguments, cast.

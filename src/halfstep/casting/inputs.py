@@ -36,7 +36,7 @@ class ModuleInputs:
     """Casts of the inputs of a module inside of a model, whose inputs are activations.
 
     Args:
-        dtype: of the weights.
+        dtype: the dtype of the weights.
 
     Attributes:
         stays: inputs that held integers beyond the exact ones of the weights' dtype, as time steps do. They stay fp32.
@@ -67,7 +67,7 @@ class ModelInputs(ModuleInputs):
     """Casts of the inputs of a model; copies of the model share them."""
 
     def cast(self, args: Any, kwargs: Any, training: bool | None, made: Made | None) -> tuple[Any, Any]:
-        """As of any module, but that what the model writes to them is written back, and finite numbers stay finite."""
+        """Cast the arguments, keeping finite numbers finite; ``made`` gets the casts, for ``write_back``."""
         cast = partial(self._cast, made, training is not None and training not in self.looked)
         args = tuple([cast_tree(each, self.dtype, partial(cast, place), made) for place, each in enumerate(args)])
         kwargs = cast_tree(kwargs, self.dtype, cast, made) if kwargs else kwargs
@@ -110,10 +110,10 @@ def _holds_large_integers(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def write_back(casts: Made) -> None:
-    """After a pass: what the model has written to casts of its inputs goes to the inputs, and nothing else does.
+    """Copy to the inputs, after a pass, what the model has written to their casts, and nothing else.
 
-    An empty input becomes as large as its cast, as that of ``out=`` does. No other input gets another shape. Items that
-    the model has put into a list, a mapping or a data class are put into the one that was given, as they are.
+    An empty input becomes as large as its cast, as an empty ``out=`` tensor does. No other input gets another shape.
+    Items that the model has put into a list, a mapping or a data class are put into the given container as they are.
     """
     given = {id(cast): value for value, cast, _ in casts}
     for value, cast, before in casts:

@@ -21,7 +21,7 @@ from .rules import without_native
 __all__ = ["from_logits", "remember_logits"]
 
 _MOST = 4
-"""How many of the latest sigmoids a thread remembers: until they are freed each keeps its argument."""
+"""The number of latest sigmoids that a thread remembers: each keeps its argument until it is freed."""
 
 
 def remember_logits(mode: CastMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -33,17 +33,17 @@ _FILLS = (*_ASSIGNMENTS, "fill")
 
 
 def call_again(mode: CastMode, rule: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """Call an op again that was refused, with its fp32 and 16-bit arguments in one dtype after the other.
+    """Call an op again that was refused, with its fp32 and 16-bit arguments in one dtype after another.
 
     Args:
-        mode: whose devices are served.
-        rule: of the op.
+        mode: the mode; tensors on its devices are cast.
+        rule: the rule of the op.
         func: the op.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        args: the arguments of the call.
+        kwargs: the keyword arguments of the call.
 
     Returns:
-        Whether a call was taken, and what it returned.
+        True if torch took a call, and what the call returned.
     """
     taken, result = _call_again(mode, rule, func, args, kwargs)
     _, recorded, *_ = numbers if isinstance(numbers := mode.plan.recorded.get(func), tuple) else (None, numbers)
@@ -93,9 +93,9 @@ def _refused_before(
 
 
 def _computes(func: Callable[..., Any], name: str) -> bool:
-    """Whether a callable is an op of torch's. ``backward`` or a setter of ``grad`` is none.
+    """True if a callable is an op of torch's own. ``backward`` and the setter of ``grad`` are none.
 
-    An op of somebody else's may have done something before it failed, which a second call would repeat.
+    A custom op may have done something before it failed, and a second call would repeat it.
     """
     if isinstance(func, (OpOverload, OpOverloadPacket)):
         return qualified_name(func).startswith("aten::")
@@ -116,7 +116,7 @@ def _target(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> torch
 
 
 def _candidates(func: Any, name: str, args: Any, floating: list[Any], half: torch.dtype) -> Iterator[torch.dtype]:
-    """The dtypes to try: that of the tensor that is written to; else 16 bits for a product, and fp32."""
+    """Yield the dtypes to try: the dtype of the tensor that is written to; else 16 bits for a product, and fp32."""
     if _in_place(func, name):
         # Lists of tensors may be written in part. Integers refuse floating numbers in fp32, too.
         target = _target(func, name, args)
@@ -135,16 +135,16 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _met(
     rule: Rule, otherwise: Rule | None, mixed: bool, mode: CastMode, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """An op that torch refuses, or whose result or gradient is wrong, is cast and counted where nothing else is cast.
+    """Cast a call that torch refuses, or whose result or gradient is wrong, and count it.
 
     Args:
         rule: casts it.
-        otherwise: its rule where it is not cast; None calls it as it is.
-        mixed: whether only a 16-bit tensor beside an fp32 one is cast.
+        otherwise: the rule of a call that is not cast; None calls the op as it is.
+        mixed: True if only a 16-bit tensor beside an fp32 one is cast.
         mode: the mode.
         func: the op.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        args: the arguments of the call.
+        kwargs: the keyword arguments of the call.
     """
     dtypes = {tensor.dtype for tensor in tensors_in(args, kwargs)}
     if dtypes.isdisjoint(HALF_DTYPES) or (mixed and torch.float32 not in dtypes):
@@ -154,15 +154,15 @@ def _met(
 
 
 def refused_rule(name: str, inplace: bool, otherwise: Rule | None) -> Rule | None:
-    """The rule of an op that is recorded, and cannot be called again when it runs: its row says what torch refuses.
+    """Return the rule of a recorded op, which cannot be called again when it runs.
 
-    So it does of ops that torch takes, and whose result or gradient is wrong. An op on no list is left alone unless
-    torch has no kernel for it.
+    The row of the op says what torch refuses, and which ops it takes with a wrong result or gradient. An op on no list
+    is left alone unless torch has no kernel for it.
 
     Args:
-        name: of the op.
-        inplace: whether it writes to its first argument.
-        otherwise: its rule where torch takes it.
+        name: the name of the op.
+        inplace: True if it writes to its first argument.
+        otherwise: the rule of a call that torch takes.
     """
     op = refused_row(row_of(name), inplace)
     read = read_in(op, inplace)

@@ -1,6 +1,6 @@
 """Modules in another dtype: their parameters and buffers, inputs and outputs, what they save, and how their ops run.
 
-Whatever hangs on a module is a hook that pickles and copies by value. So a ``copy.deepcopy``, a pickle or a
+Everything put on a module is a hook that pickles and copies by value. So a ``copy.deepcopy``, a pickle or a
 ``DataParallel`` replica of a converted model is a converted model of its own.
 """
 
@@ -71,18 +71,18 @@ class ModuleHooks:
     Modules inside of it find its casting in force, and do nothing. So a submodule may be called inside and outside.
 
     An fp32 island gives its result as it is to ops that meet: they cast it as they cast any fp32 tensor, and what the
-    model returns has never been rounded. Nothing remembers the result, so whatever is done with it (writes, hooks,
+    model returns has never been rounded. Nothing remembers the result, so anything done with it (writes, hooks,
     checkpoints, autograd functions) is done to the one tensor that there is.
 
     Args:
-        casting: what is done to ops meanwhile, and no other casting; None leaves that to what is in force.
-        explicit: whether it also wins over the user's scopes around the call.
+        casting: the casting of ops meanwhile, in place of any other; None keeps the casting in force.
+        explicit: True if it also wins over the user's scopes around the call.
 
     Attributes:
         weight: the name of a parameter and the dtype it was cast to; None where there is nothing to check.
-        inputs: how floating tensors among the arguments are cast; None leaves them.
+        inputs: casts floating tensors among the arguments; None leaves them.
         outputs: dtype of floating tensors in what the module returns; None leaves them. See ``_result_dtype``.
-        passes: what the first passes have shown; None where ops do not meet.
+        passes: the record of the first passes; None if ops do not meet.
         updated: finds the buffers that the model updates itself; None after its first training passes.
     """
 
@@ -97,7 +97,7 @@ class ModuleHooks:
 
     @property
     def __name__(self) -> str:
-        """What ``torch.jit.script`` asks for first, and nothing else needs."""
+        """Refuse ``torch.jit.script``, which reads this name first; nothing else needs it."""
         raise NotScriptableError(
             "torch.jit.script cannot compile a model that amp.initialize or amp.decorate has cast: TorchScript cannot "
             "read its hooks. Script the model before it is cast, or use torch.jit.trace or torch.export, which record "
@@ -105,7 +105,7 @@ class ModuleHooks:
         )
 
     def __deepcopy__(self, memo: Any) -> ModuleHooks:
-        """Those of a copied module. The session of the original lasts as long as its copies."""
+        """Return the hooks of a copied module. The session of the original lasts as long as its copies."""
         copied = copy.copy(self)
         copied.updated = copy.deepcopy(self.updated, memo)  # nobody asks it for masters: a copy has none
         if self.casting is not None:
@@ -352,7 +352,7 @@ def add_borders(model: nn.Module, chosen: Mapping[nn.Module, torch.dtype], dtype
     Args:
         model: the model that has them. Where it is an island itself, it returns what it computes.
         chosen: the dtypes that the user has chosen for modules.
-        dtype: of the model; None leaves what islands return.
+        dtype: the dtype of the model; None leaves what islands return.
     """
     found, devices = _islands(chosen, dtype), device_types([model])
     settings: dict[str, Any] = {"enabled": False, "devices": devices, "meets": True}
@@ -389,7 +389,7 @@ def add_hooks(
         inputs: dtype of floating arguments; None leaves them.
         outputs: dtype of floating results; None leaves them. User hooks see the cast output.
         saved: dtype of floating entries in ``state_dict()`` of the model and of each of its submodules.
-        casting: what is done to ops while the model runs; None adds no such hook.
+        casting: the casting of ops while the model runs; None adds no such hook.
         always_meets: True if ops meet in every pass, no matter what the first passes show.
         spared: names of buffers that have stayed fp32.
     """

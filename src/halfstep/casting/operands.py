@@ -1,4 +1,4 @@
-"""What an emulated product keeps for its backward pass: the 16-bit operands, not the fp32 ones that its kernel reads.
+"""The tensors that an emulated product keeps for its backward pass: 16-bit operands, not the fp32 ones of its kernel.
 
 A widened operand says no more than the 16-bit tensor that it was made of. So the latter is kept, and widened again when
 autograd asks for it: the backward pass gets the same numbers with the same strides. One pair of hooks on saved tensors
@@ -23,7 +23,8 @@ MIN_ELEMENTS = 2**12
 """A smaller operand stays wide: its 16 KiB are not worth the calls of the hooks."""
 
 _REARRANGING = ("product", "convolution")
-"""Classes of ops that may save a copy of an operand in another order. The others save what they have computed."""
+"""Classes of ops that may save a copy of an operand in another order. Ops of another class save what they have
+computed."""
 
 STEPWISE = {op.name for op in OPS.values() if op.kind == "recurrent"} - {"lstm", "mkldnn_rnn_layer"}
 """Recurrent ops that torch runs step by step: they keep what they compute in each step, and not much else. With hooks
@@ -40,13 +41,14 @@ class Operand:
 
     Args:
         half: the 16-bit tensor, in its graph.
-        shared: whether other products read the same widened tensor, as they do that of a weight.
+        shared: True if other products read the same widened tensor, as they do with a weight.
         wide: the widened tensor, if it is there already.
 
     Attributes:
         half: out of the graph, with the memory and the version that it has there.
-        wide: the fp32 tensor, in the graph, while a product runs. That of a weight stays, because all products read it
-            and gradients add up there in fp32. It has no memory between the first product and the second.
+        wide: the fp32 tensor, in the graph, while a product runs. The widened tensor of a weight stays, because all
+            products read it and gradients add up there in fp32. It has no memory between the first product and the
+            second.
     """
 
     __slots__ = ("_again", "_reads", "half", "saves", "shared", "wide")
@@ -87,12 +89,12 @@ Kept = dict[int, Operand]
 
 
 class _Packed(NamedTuple):
-    """What autograd keeps instead of a tensor.
+    """The value that autograd keeps instead of a tensor.
 
     Attributes:
         kept: the operand of which the tensor is made again, or a tensor that is given back as it is.
-        version: of what is kept, which must not change.
-        view: where the tensor lies in the widened operand; None if it is all of it.
+        version: the version of ``kept``, which must not change.
+        view: the place of the tensor in the widened operand; None if it is all of it.
     """
 
     kept: Operand | Tensor
@@ -101,11 +103,11 @@ class _Packed(NamedTuple):
 
 
 class _Handed(NamedTuple):
-    """What autograd keeps where a hook of the user's has got the 16-bit tensor.
+    """The value that autograd keeps if a hook of the user's has got the 16-bit tensor.
 
     Attributes:
         unpack: the user's other hook.
-        packed: what it takes.
+        packed: the argument of that hook.
         layout: sizes and strides of the widened operand; None gives back what the hook gives.
         view: as of ``_Packed``.
     """
@@ -123,7 +125,7 @@ def run_product(call: Callable[[], Any], kept: Kept, half: torch.dtype, kind: st
         call: calls the op.
         kept: the operands among its arguments; empty afterwards.
         half: the 16-bit dtype.
-        kind: of the op; see ``core.oplists.tables.Op``.
+        kind: the kind of the op; see ``core.oplists.tables.Op``.
     """
     try:
         if not torch.is_grad_enabled():
@@ -160,7 +162,7 @@ def run_node(
 
     Args:
         op: the op.
-        name: of the op.
+        name: the name of the op.
         halves: the 16-bit tensors.
         wides: the same, widened, as they are among the arguments.
         args: the arguments.
@@ -189,7 +191,7 @@ def _operand_of(tensor: Tensor, kept: Kept, half: torch.dtype, kind: str) -> tup
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor was written to; None for a tensor of inference mode, which does not say so."""
+    """Return how often a tensor was written to; None for a tensor of inference mode, which has no version."""
     return None if tensor.is_inference() else tensor._version
 
 

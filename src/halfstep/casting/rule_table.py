@@ -46,12 +46,12 @@ def build_table(
         lists: None casts nothing.
         devices: types of the devices that are cast on.
         kinds: the classes of ops that are emulated somewhere.
-        meets: True to call ops again that torch has refused. Those that it ought to refuse have a rule then.
+        meets: True to call ops again that torch has refused. Ops that it ought to refuse have a rule then.
         verbose: log casts; native autocast cannot.
         products: the recipe by which products round their operands; None for none.
         explicit: leave nothing to native autocast, which may be on or off, for other lists.
-        recorded: True if ops are recorded, to run later. Then they cannot be called again, and those that ``meets``
-            have a rule.
+        recorded: True if ops are recorded, to run later. Then they cannot be called again, and with ``meets`` the ops
+            that torch refuses have a rule.
     """
     if (lists is None or lists.level == "native") and not (kinds or explicit or meets or products):
         return {}

@@ -1,4 +1,4 @@
-"""What is done to one call of an op, rule by rule; ``rule_table`` chooses the rule of each op.
+"""The rules that cast one call of an op; ``rule_table`` chooses the rule of each op.
 
 A rule takes what is special to its op first, then the mode, the op and its arguments. It runs inside of
 ``__torch_function__``: the mode is off there, native autocast is still on. Nothing is cast where the user turned
@@ -59,18 +59,18 @@ SPARSE_PRODUCTS = {torch.sparse.mm: "mm", torch.sparse.addmm: "addmm"}
 """Functions that take a sparse matrix, and the names of the products that take one too."""
 
 _SPARSE_AT = {"embedding": 4, "embedding_bag": 5}
-"""Where ``sparse`` is among the arguments of an op that takes the weight first; two places later after indices."""
+"""The place of ``sparse`` among the arguments of an op that takes the weight first; two places later after indices."""
 
 _APEX_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double"}
 
 
 def bind(rule: Callable[..., Any], *details: Any, native_off: bool = False) -> Rule:
-    """A rule bound to one op.
+    """Return a rule bound to one op.
 
     Args:
         rule: one of this module.
-        details: what is special to the op: its first arguments.
-        native_off: whether native autocast is off for the op itself.
+        details: the first arguments of the rule, which are special to the op.
+        native_off: True if native autocast is off for the op itself.
     """
     bound = functools.partial(rule, *details)
     if not native_off:
@@ -273,17 +273,17 @@ def float_inplace(name: str, mode: CastMode, func: Callable[..., Any], args: Any
 def emulated(
     name: str, kind: str, listed: str, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any
 ) -> Any:
-    """An op in 16 bits, run in fp32 on the same numbers where the device has no units for it, or for an fp32 result.
+    """Run an op of 16 bits in fp32 on the same numbers, if the device has no units for it or the result is fp32.
 
     Args:
-        name: of the op.
+        name: the name of the op.
         kind: the op's class in ``OP_CLASSES``.
-        listed: its list. On "half" and "wide" fp32 arguments are rounded as well.
+        listed: the list of the op. On "half" and "wide" fp32 arguments are rounded as well.
         otherwise: the rule for calls that are not emulated; None calls as it is.
         mode: the mode.
         func: the op.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        args: the arguments of the call.
+        kwargs: the keyword arguments of the call.
     """
     half = None if kwargs.get("out") is not None else _emulated_dtype(mode, args, kwargs, kind, listed)
     if half is None:
@@ -306,7 +306,7 @@ def emulated(
 
 
 def _rounded(mode: CastMode, half: torch.dtype, name: str, values: Iterable[Any], kept: Kept | None) -> list[Any]:
-    """Arguments with their tensors rounded to 16 bits, in fp32; ``kept`` gets those that are kept in 16 bits."""
+    """Return arguments with their tensors rounded to 16 bits, in fp32; ``kept`` gets the 16-bit tensors."""
     cache = None if (compiling := _is_compiling()) else mode.cache
     rounded = []
     for value in values:
@@ -363,7 +363,7 @@ def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str
 
 
 def unflatten(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """As it is. Dynamo cannot follow ``super()`` in ``Tensor.unflatten`` inside of a function mode (torch 2.13)."""
+    """Call the function: Dynamo cannot follow ``super()`` in ``Tensor.unflatten`` in a function mode (torch 2.13)."""
     return (torch.unflatten if _is_dynamo_compiling() else func)(*args, **kwargs)
 
 

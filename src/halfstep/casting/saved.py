@@ -1,4 +1,4 @@
-"""What a cast model saves and loads: fp32 where its weights have masters."""
+"""The state that a cast model saves and loads: fp32 where its weights have masters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Who casts in this thread: native ``torch.autocast`` where torch has it, and on top of it a function mode where the op
-lists differ, or where products are emulated.
+"""The scopes in which a thread casts: native ``torch.autocast`` where torch has it, and on top of it a function mode if
+the op lists differ, or if products are emulated.
 
 One casting (``OpCasting``) is current in a thread. Three things make it so, and the innermost decides:
 
@@ -64,7 +64,7 @@ __all__ = [
 
 
 class OpCasting(CastingConfig, ContextDecorator):
-    """What is done to ops, and a scope in which it is done; thread-local, re-entrant.
+    """The casting of ops, and a scope in which it holds; thread-local, re-entrant.
 
     An inner scope replaces the outer one. Backward passes inside are not cast, and activation checkpoints made inside
     recompute under the same lists.
@@ -111,8 +111,8 @@ def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None,
 
     Args:
         casting: one that is not enabled casts nothing, and may emulate.
-        owner: who will leave again.
-        frame: of the call of the model; None for a ``with`` block.
+        owner: the object that will leave again.
+        frame: the frame of the call of the model; None for a ``with`` block.
         explicit: True if it wins over explicit scopes around it.
     """
     if casting.enabled and not explicit:
@@ -163,7 +163,7 @@ class Session:
     """Casts in the whole process, outside of models, as Apex had them: what O1 and its handle do.
 
     Args:
-        casting: what is done to ops.
+        casting: the casting of ops.
         owners: models and optimizers, held weakly. The session is over when all of them are gone; without any it ends
             by ``end_session``.
     """
@@ -173,7 +173,7 @@ class Session:
         self.owners: list[Callable[[], object]] = [weakref.ref(owner) for owner in owners] or [lambda: self]
 
     def is_over(self) -> bool:
-        """Whether nobody needs it any more."""
+        """True if all owners are gone."""
         if self.owners and self.owners[0]() is None:
             self.owners = [owner for owner in self.owners if owner() is not None]
         return not self.owners
@@ -215,7 +215,7 @@ def begin_session(casting: OpCasting, owners: Iterable[object] = ()) -> None:
     """Cast ops in the whole process from now on: in this thread at once, in others when they run an O1 model.
 
     Args:
-        casting: what to do; the latest session decides, and one that casts goes before those that do not.
+        casting: the casting; the latest session decides, and a session that casts goes before sessions that do not.
         owners: see ``Session``.
     """
     session = Session(casting, owners)
@@ -314,7 +314,7 @@ def _uncast(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A step of any optimizer runs without casts, and a closure given to it under those that are current now.
+    """Run a step of any optimizer without casts, and a closure given to it under the casts that are current now.
 
     Nothing in here asks whether a session is over: torch goes through its hooks, and this is one that would be removed.
     """
@@ -328,7 +328,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Put back the casts, and forget those of weights: a fused step writes to weights without a new version."""
+    """Put back the casts, and forget the casts of weights: a fused step writes to weights without a new version."""
     if not torch.compiler.is_dynamo_compiling():
         close(optimizer)
         clear_cache()
@@ -373,8 +373,9 @@ around_recomputation = Patches(
         ("torch.nn.parallel.data_parallel", "parallel_apply"): changing_first(lambda ms: [_remember(m) for m in ms]),
     }
 )
-"""What runs later, or in another thread, does as it would here. Each casting that was in force holds these for as long
-as it exists: a model may begin to use checkpoints in any pass, and each pass would pay for putting them on and off."""
+"""Functions of torch that run user code later or in another thread, and keep the casting of this moment. Each casting
+that was in force holds these for as long as it exists: a model may begin to use checkpoints in any pass, and each pass
+would pay for putting them on and off."""
 
 
 def _reach_later(casting: CastingConfig) -> None:

@@ -1,7 +1,7 @@
 """The cast of parameters that are ``DTensor``: shards of FSDP2 and of HSDP, and what tensor parallelism has cut.
 
 Such a parameter is a tensor around a local one, and FSDP2 remembers the local one. So its data cannot be replaced as
-that of a plain parameter can: torch swaps the contents of the two tensors, and FSDP2 looks at its parameters anew.
+the data of a plain parameter can: torch swaps the contents of the two tensors, and FSDP2 looks at its parameters anew.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def check_sharded(models: Iterable[nn.Module], dtype: torch.dtype | None, *, tra
 
     Args:
         models: the models.
-        dtype: what their weights are to be cast to; None if they are not.
-        trains: whether there is an optimizer.
+        dtype: the dtype that their weights are to be cast to; None if they are not cast.
+        trains: True if there is an optimizer.
 
     Raises:
         UsageError: if an optimizer would get parameters on the meta device, which torch cannot give memory later; if
-            FSDP2 casts to another dtype; if a model has run; or if somebody holds a weak reference to a parameter,
+            FSDP2 casts to another dtype; if a model has run; or if there is a weak reference to a parameter,
             which torch cannot swap then.
     """
     for model in models:
@@ -70,7 +70,7 @@ def check_groups(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> None:
 
     Args:
         model: the model.
-        dtypes: what each parameter is to be cast to, by its identity. Others stay as they are.
+        dtypes: the dtype that each parameter is to be cast to, by the parameter's identity. Others stay as they are.
 
     Raises:
         UsageError: if they are.
@@ -94,7 +94,7 @@ def cast_shards(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> None:
 
     Args:
         model: the model.
-        dtypes: what each of its sharded parameters is to be cast to, by its identity.
+        dtypes: the dtype that each sharded parameter is to be cast to, by the parameter's identity.
     """
     wanted = dict(dtypes)
     for param in model.parameters():

@@ -20,7 +20,8 @@ _Entry = tuple[int, int, torch.dtype, bool, bool, "torch.Tensor | Operand", "wea
 it was made in inference mode, the copy, and the weak reference that drops the entry with the weight."""
 
 _MOST = 4096
-"""The number of entries at which all are forgotten: the graph of a cast keeps alive a weight that nobody else has."""
+"""The number of entries at which all are forgotten: the graph of a cast keeps alive a weight that has no other
+holder."""
 
 _is_grad_enabled = torch.is_grad_enabled
 

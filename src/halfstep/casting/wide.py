@@ -13,7 +13,7 @@ import torch
 __all__ = ["has_kernel", "product"]
 
 _OPERANDS = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "addmm": 1, "baddbmm": 1}
-"""Where the first operand is among the arguments of the ops that the kernels can compute."""
+"""The place of the first operand among the arguments of the ops that the kernels can compute."""
 
 
 class _Product(torch.autograd.Function):
@@ -38,9 +38,9 @@ def has_kernel(name: str, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]
     """True if a device has a kernel that gives the fp32 result of a call. CUDA has (torch 2.8 to 2.13).
 
     Args:
-        name: of the op.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        name: the name of the op.
+        args: the arguments of the call.
+        kwargs: the keyword arguments of the call.
     """
     if len(args) < 2 + _OPERANDS.get(name, sys.maxsize) or not kwargs.keys() <= {"bias", "beta", "alpha"}:
         return False
