@@ -38,7 +38,7 @@ def _variance(x: torch.Tensor) -> torch.Tensor:
 
 
 def _huge_logits(x: torch.Tensor) -> torch.Tensor:
-    return x + (8.0 * x + 1e5).softmax(-1)
+    return x + (8.0 * x + 5e4 + 5e4).softmax(-1)
 
 
 def _long_sum(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def _long_sum(x: torch.Tensor) -> torch.Tensor:
 
 def _lost_eps(x: torch.Tensor) -> torch.Tensor:
     small = x * 1e-4
-    return small / ((small * small).mean(-1, keepdim=True) + 1e-10).sqrt()
+    return small / ((small * small).mean(-1, keepdim=True) + x.new_tensor(1e-10)).sqrt()
 
 
 def _large_exp(x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def _large_exp(x: torch.Tensor) -> torch.Tensor:
 
 def _near_equal(x: torch.Tensor) -> torch.Tensor:
     p, q = x.softmax(-1), (x * 1.001).softmax(-1)
-    return x + 1e5 * p * (p.log() - q.log())
+    return x + 5e4 * (p + p) * (p.log() - q.log())
 
 
 FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
