@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..casting.scope import NO_CASTING
 from ..core.checks import check_count, check_kind
@@ -186,6 +185,8 @@ def _watch(model: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any) 
     copy = copied(model)
     copy.zero_grad()
     losses: list[Any] = []
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
     counter = FlopCounterMode(display=False)
     with NO_CASTING, counter:
         seen = watched(copy, lambda: losses.append(step(copy, batch)))
