@@ -429,10 +429,16 @@ def test_the_products_of_a_block() -> None:
     with scope:
         found = [a @ b, torch.bmm(a, b), a.matmul(b), torch.matmul(a, other=b), a[0] @ b[0], torch.mm(a[0], b[0])]
         found += [F.linear(a[0], b[0].T), a @ b[0], F.linear(input=a[0], weight=b[0].T, bias=torch.zeros(32))]
-        others = [a[:, :, :5] @ b[:, :5], a.double() @ b.double(), a[0, 0] @ b[0], a[:, None] @ b]
-    expected = [exact] * 4 + [exact[0]] * 3 + [round_to(a, format) @ round_to(b[0], format, dim=0), exact[0]]
+        others = [a[:, :, :5] @ b[:, :5], a.double() @ b.double(), a[0, 0] @ b[0]]
+        heads = [a[None] @ b[None], a[:, None] @ b, a[0] @ b]  # of attention
+        for wrong in (lambda: torch.mm(a, b[0]), lambda: torch.bmm(a, b[0]), lambda: torch.bmm(a, b[:2])):
+            with pytest.raises(RuntimeError):
+                wrong()
+    first, second = round_to(a, format), round_to(b, format, dim=-2)
+    expected = [exact] * 4 + [exact[0]] * 3 + [first @ second[0], exact[0]]
+    torch.testing.assert_close(heads, [exact[None], first[:, None] @ second, first[0] @ second])
     torch.testing.assert_close(found, expected)
-    plain = [a[:, :, :5] @ b[:, :5], a.double() @ b.double(), a[0, 0] @ b[0], a[:, None] @ b]
+    plain = [a[:, :, :5] @ b[:, :5], a.double() @ b.double(), a[0, 0] @ b[0]]
     assert all(map(torch.equal, others, plain))  # sizes, dtypes and shapes that do not fit
     layer = nn.Linear(64, 32)
     compiled = torch.compile(layer, backend="aot_eager")
@@ -442,6 +448,27 @@ def test_the_products_of_a_block() -> None:
         assert torch.equal(compiled(a), layer(a))
     with pytest.raises(ArgumentValueError, match="'fp9' is no recipe"):
         amp.auto_cast(products="fp9")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_the_linear_products_in_functions_of_torch_are_rounded_too(level: str) -> None:
+    attention, x = nn.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 32, 64)
+    casts = {"level": level, "dtype": "bfloat16"}
+    with amp.auto_cast(**casts):  # type: ignore[arg-type]
+        plain = attention(x, x, x)[0]
+    with amp.auto_cast(**casts, products="mxfp8"):  # type: ignore[arg-type]
+        rounded = attention(x, x, x)[0]
+    assert 20 < decibels(rounded, plain) < 35
+
+
+def test_the_gradients_of_broadcast_matrices() -> None:
+    a, b = torch.randn(32, 64, requires_grad=True), torch.randn(2, 3, 64, 32, requires_grad=True)
+    with amp.auto_cast(level="O0", products="mxfp8"):
+        (a @ b).square().sum().backward()
+    found = [a.grad, b.grad]
+    a.grad = b.grad = None
+    (a @ b).square().sum().backward()
+    assert all(decibels(mine, exact) > 25 for mine, exact in zip(found, (a.grad, b.grad), strict=True))  # type: ignore[arg-type]
 
 
 # ---- the example

@@ -91,6 +91,8 @@ def build_table(
             table[func] = rule
     if not bare or (meets and recorded):
         table |= {func: rules.bind(rules.dense_only, name, None) for func, name in rules.SPARSE_PRODUCTS.items()}
+    if products:
+        table |= NAMES_ABOVE["rules_of_products"]()(products, table)
     cast = frozenset(name for func, (name, _) in spellings().items() if func in table)
     for func in spellings():
         if func not in table and is_composite_of(func, cast):
@@ -104,8 +106,6 @@ def build_table(
         table[torch.Tensor.__setitem__] = finite_rule(_ASSIGNMENT, True, rules.match_self, recorded)
     table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
     table[torch.Tensor.unflatten] = rules.unflatten
-    if products:
-        table |= NAMES_ABOVE["rules_of_products"]()(products, table)
     table |= {method: rule for func, rule in table.items() if callable(func) and (method := method_name(func))}
     return table
 

@@ -218,7 +218,7 @@ def _run(
 
 
 class _Product(torch.autograd.Function):
-    """``x w^T + bias`` of matrices, or ``x w^T`` of batches of them; each product rounds its operands its own way.
+    """``x w^T + bias`` of matrices, or ``x w^T`` of equal batches; each product rounds its operands its own way.
 
     Autograd keeps the operands as they were given, since blocks lie along other dimensions in the backward pass.
     """
@@ -275,11 +275,13 @@ def matmul(a: Tensor, b: Tensor, products: Products, dtype: torch.dtype) -> Tens
     """Compute ``a @ b`` with ``a`` as the input and ``b`` as the weight of a recipe.
 
     Args:
-        a: a matrix, or a batch of matrices.
-        b: a matrix, or as many matrices as ``a``.
+        a: a matrix, or matrices in any number of dimensions.
+        b: likewise; the dimensions of both are broadcast, as ``torch.matmul`` does.
         products: the formats; see ``Recipe.products``.
         dtype: the dtype of the result.
     """
     if b.dim() == 2:
         return linear(a, b.mT, None, products, dtype)
+    batch: Any = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (each.expand(*batch, *each.shape[-2:]) for each in (a, b))
     return _Product.apply(a, b.mT, None, products, dtype, None)  # type: ignore[no-untyped-call, no-any-return]

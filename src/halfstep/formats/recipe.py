@@ -63,9 +63,9 @@ class Recipe:
             of the latest 16 tensors in its place, as chips do that read a tensor only once. Compiled code always takes
             the current one.
         last_blocks: the part of the blocks of a model, counted from its end, that ``layers="auto"`` leaves out.
-        layers: ``"auto"`` leaves out the first and the last linear layer, the ``last_blocks``, and layers whose sizes
-            no block divides; ``"all"`` only the last of these. A function ``layers(module, name)`` returns the recipe
-            of each layer or None.
+        layers: ``"auto"`` leaves out the first and the last linear layer of a model that has more than two, the
+            ``last_blocks``, and layers whose sizes no block divides; ``"all"`` only the last of these. A function
+            ``layers(module, name)`` returns the recipe of each layer or None.
     """
 
     forward: Pair = (None, None)

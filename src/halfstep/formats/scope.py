@@ -26,6 +26,9 @@ _OPS = {
     "bmm": (torch.bmm, Tensor.bmm),
 }
 
+_DIMENSIONS = {"mm": (2, 2), "bmm": (3, 3)}
+"""The dimensions of both operands, of which torch refuses others."""
+
 
 def rules_of_products(text: str, table: Mapping[Any, Rule]) -> dict[Callable[..., Any] | str, Rule]:
     """Make the rules of the products under a recipe, of which each replaces a rule of a table.
@@ -37,14 +40,14 @@ def rules_of_products(text: str, table: Mapping[Any, Rule]) -> dict[Callable[...
     recipe = Recipe.parse(text)
     divisors = recipe.by_inputs, recipe.by_outputs
     return {
-        func: functools.partial(_rule, name == "linear", recipe.products, divisors, table.get(func))
+        func: functools.partial(_rule, name, recipe.products, divisors, table.get(func))
         for name, funcs in _OPS.items()
         for func in funcs
     }
 
 
 def _rule(
-    is_linear: bool,
+    name: str,
     products: Products,
     divisors: tuple[int, int],
     otherwise: Rule | None,
@@ -54,22 +57,26 @@ def _rule(
     kwargs: dict[str, Any],
 ) -> Any:
     """Round the operands of one call of a product."""
-    given = dict(zip(("input", "weight", "bias") if is_linear else ("input", "other"), args, strict=False)) | kwargs
+    given = (
+        dict(zip(("input", "weight", "bias") if name == "linear" else ("input", "other"), args, strict=False)) | kwargs
+    )
     bias = given.pop("bias", None)
     a, b = (*given.values(), None, None)[:2]
-    if len(given) > 2 or not _fits(a, b, is_linear, divisors):
+    if len(given) > 2 or not _fits(a, b, name, divisors):
         return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
     dtype = result_dtype(a, b)
-    return linear(a, b, bias, products, dtype) if is_linear else matmul(a, b, products, dtype)
+    return linear(a, b, bias, products, dtype) if name == "linear" else matmul(a, b, products, dtype)
 
 
-def _fits(a: Any, b: Any, is_linear: bool, divisors: tuple[int, int]) -> bool:
+def _fits(a: Any, b: Any, name: str, divisors: tuple[int, int]) -> bool:
     """True if the operands of a call are matrices, or batches of them, whose sizes the blocks divide."""
     if not all(isinstance(t, Tensor) and t.is_floating_point() and t.layout is torch.strided for t in (a, b)):
         return False
     if torch.float64 in (a.dtype, b.dtype) or any(has_own_ops(t) or is_sharded(t) for t in (a, b)):
         return False
-    if b.dim() != 2 and not (not is_linear and a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0]):
+    if (a.dim(), b.dim()) != _DIMENSIONS.get(name, (a.dim(), b.dim())) or min(a.dim(), b.dim()) < 2:
         return False
-    rows, columns = b.shape[-2:] if is_linear else b.shape[-1:-3:-1]
-    return bool(a.dim() > 1 and columns % divisors[0] == 0 and rows % divisors[1] == 0)
+    if (name == "linear" and b.dim() > 2) or (name == "bmm" and a.shape[0] != b.shape[0]):
+        return False
+    rows, columns = b.shape[-2:] if name == "linear" else b.shape[-1:-3:-1]
+    return bool(columns % divisors[0] == 0 and rows % divisors[1] == 0)
