@@ -120,12 +120,10 @@ def test_a_script_without_steps_is_said_to_have_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--every", "5"), "--every goes with --numerics FILE."),
         (("--numerics", "n.jsonl", "--every", "0"), "0 is not in the range x>=1"),
         (("--numerics", "/proc/nowhere/n.jsonl"), "/proc/nowhere/n.jsonl cannot be written"),
         (("--report", "/proc/nowhere/r.html"), "/proc/nowhere/r.html cannot be written"),
         (("--numerics", "train.py/n.jsonl"), "train.py/n.jsonl cannot be written"),
-        (("--opt-level", "O9"), "Unexpected optimization level 'O9'"),
     ],
 )
 def test_options_are_checked_before_the_script_starts(

@@ -382,6 +382,18 @@ def test_nested_passes_of_one_scaler_keep_their_scale() -> None:
 # ---- messages, one update late
 
 
+def test_the_first_skips_are_told_and_then_every_hundredth(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="halfstep")
+    scaler = DeviceLossScaler(DynamicLossScale(collapse_after=None))
+    for _ in range(201):
+        scaler.update(flag(True))
+    assert [message.partition("skipped step ")[2].partition(",")[0] for message in caplog.messages[4:]] == [
+        "5",
+        "100",
+        "200",
+    ]
+
+
 def test_overflow_is_told_of_at_the_next_update(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="halfstep")
     scaler = DeviceLossScaler(DynamicLossScale(backoff_interval=2), name="loss scaler 3")
@@ -571,7 +583,7 @@ def test_collapse_names_the_parameter(caplog: pytest.LogCaptureFixture) -> None:
         LossScaleCollapsed, match=r"1\.1\.weight \(1x3, float32: 0 inf, 3 NaN among 3 values\)"
     ) as error:
         train()
-    for part in ("1 times in a row", "loss scaler 0", "learning rate", "collapse_after=None"):
+    for part in ("1 times in a row", "loss scaler 0", "lower the learning rate", "collapse_after=None"):
         assert part in str(error.value)
     assert isinstance(error.value, HalfstepError)
 

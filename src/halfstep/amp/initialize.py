@@ -18,6 +18,7 @@ from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
 from ..core.removed import removed_arguments
+from ..core.text import show_log
 from ..stepping.prepare import check, check_state_form, prepare
 from ..stepping.scaling_checks import ForgottenScale
 from .arguments import (
@@ -104,8 +105,9 @@ def initialize(
             ``StaticLossScale``, which has bounds of its own.
         cast_model_outputs: dtype of the models' outputs, or its name; by default fp32 wherever the model is cast.
         num_losses: how many losses have a scale of their own (``loss_id`` of ``amp.scale_loss``).
-        verbosity: 0 is silent; 1 logs the options and each skipped step at level INFO of the logger "halfstep";
-            2 also logs each cast.
+        verbosity: 0 is silent; 1 logs a line on the level and one for each of the first skipped steps, then for every
+            hundredth, at level INFO of the logger "halfstep"; 2 also logs each cast. Where a program has not set up
+            logging, the logger writes to stderr.
         min_loss_scale: floor of the dynamic scale; None or 0 for none.
         max_loss_scale: ceiling of the dynamic scale.
         dtype: the 16-bit dtype; None means float16 for a model on CUDA and bfloat16 elsewhere.
@@ -178,6 +180,7 @@ def initialize(
 
         give_products(model_list, products, chosen)
     if verbosity > 0:
+        show_log(asked=False)
         _log_half_params(model_list, policy)
     if policy.compute_dtype in HALF_DTYPES and emulate is False:
         warn_of_slow_devices(model_list, policy.compute_dtype)
@@ -210,7 +213,7 @@ def initialize(
         begin_session(casting, [*model_list, *optimizer_list])
     latest.session = session
     if verbosity > 0:
-        logger.info("%s", recipe.banner())
+        logger.info("%s", recipe.banner(emulated=policy.compute_dtype in HALF_DTYPES and bool(casting.rules[2])))
         from ..diagnostics.findings.checking import log_findings  # imported when asked for
 
         log_findings(model_list, optimizer_list, policy)

@@ -13,7 +13,7 @@ import torch
 from ..core.checks import check_kind, check_switch
 from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half, parse_state_form
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.loss_scale import LossScaleSpec, check_loss_scale
+from ..core.loss_scale import LossScaleSpec, check_loss_scale, loss_scale_text
 from ..core.oplists import OpLists
 from ..core.policy import LEVELS, Policy, check_policy, parse_level
 
@@ -64,10 +64,6 @@ class Properties:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self.options[name]
 
-    def describe(self) -> list[str]:
-        """One aligned ``name : value`` line for each property."""
-        return [f"  {name:<22} : {_show(value)}" for name, value in self.options.items()]
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -83,16 +79,20 @@ class Recipe:
     options: Properties
     defaults: Properties | None
 
-    def banner(self) -> str:
-        """The text at verbosity 1: the level, its defaults, and these with the overrides; or the policy."""
+    def banner(self, *, emulated: bool) -> str:
+        """The line at verbosity 1: the level, its dtype and overrides, or the policy, and what computes.
+
+        Args:
+            emulated: True if matrix products run in fp32 kernels, on a device without 16-bit units.
+        """
+        how = " Matrix products run in fp32 kernels, on 16-bit numbers." if emulated else ""
         if self.defaults is None:
-            return "\n".join([f"Policy {self.options.policy}.", *self.options.describe()])
+            return f"Policy {self.options.policy}.{how}"
         level = self.defaults.opt_level
-        head = f"Opt level {level} in {dtype_name(self.half)}: {LEVELS[level]}."
-        lines = [head, "Defaults of the level:", *self.defaults.describe()]
-        if self.options.options != self.defaults.options:
-            lines += ["With your overrides:", *self.options.describe()]
-        return "\n".join(lines)
+        given = "".join(f", {name}={value}" for name, value in self.options.given.items() if name != "loss_scale")
+        name = level if level == "O0" else f"{level} in {dtype_name(self.half)}"
+        given += f", loss scale {loss_scale_text(self.options.policy.loss_scale)}"
+        return f"Opt level {name}: {LEVELS[level]}{given}.{how}"
 
 
 def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str, Any]) -> Recipe:
@@ -249,10 +249,6 @@ ARGUMENTS = {
     **{f"custom_{name}_list": Argument("op_lists") for name in ("white", "black", "wide")},
 }
 """The arguments of ``amp.initialize`` that describe a recipe, by name."""
-
-
-def _show(value: Any) -> str:
-    return dtype_name(value) if isinstance(value, torch.dtype) else str(value)
 
 
 def _check_lists(level: str, casts_ops: bool, dtype: Any, given: Mapping[str, Any]) -> OpLists | None:

@@ -1,6 +1,7 @@
 """Formatting for messages and reports, and the output of the logger "halfstep"."""
 
 import logging
+import os
 from collections.abc import Sequence
 
 from .._version import __version__
@@ -33,14 +34,21 @@ def install_line(extra: str) -> str:
     return f"pip install 'halfstep[{extra}]'" if RELEASED else f"pip install '.[{extra}]' in a clone of the repository"
 
 
-def show_log() -> None:
+def show_log(*, asked: bool = True) -> None:
     """Make messages of the logger "halfstep" at level INFO visible.
 
     A level and handlers that the program has set for this logger are kept. Without handlers the logger writes to stderr
-    from now on.
+    from now on, until the program gives the root logger a handler.
+
+    Args:
+        asked: False if the user did not ask for messages. A program that has set up logging, and ranks other than 0,
+            are left alone then.
     """
     logger = logging.getLogger("halfstep")
+    if not asked and (logger.hasHandlers() or os.environ.get("RANK", "0") != "0"):
+        return
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())
+        logger.addHandler(handler := logging.StreamHandler())
+        handler.addFilter(lambda _: not logging.getLogger().handlers)

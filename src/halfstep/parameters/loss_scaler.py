@@ -204,9 +204,10 @@ class DeviceLossScaler:
             self._overflows += bool(found_inf)
             self._overflowed = bool(found_inf)
             self._stuck = self._stuck + 1 if found_inf and self._known_scale <= self._rule.collapse_scale else 0
-            if found_inf and self.verbose:
+            if found_inf and self.verbose and (self._overflows <= 5 or self._overflows % 100 == 0):
                 verb = "reducing" if scale < self._known_scale else "keeping"
-                logger.info("Gradient overflow. Skipping step, %s %s loss scale to %g", self.name, verb, scale)
+                more = f"; skipped step {self._overflows}, then every hundredth is told" * (self._overflows >= 5)
+                logger.info("Gradient overflow. Skipping step, %s %s loss scale to %g%s", self.name, verb, scale, more)
             self._known_scale = scale
 
     def _check_collapse(self, found_inf: torch.Tensor, limit: int, blame: Callable[[], str] | None) -> None:
@@ -218,9 +219,9 @@ class DeviceLossScaler:
             f"Gradients have overflowed {limit} times in a row at a loss scale of {self._rule.collapse_scale:g} or "
             f"less ({self.name}, now at {self._known_scale:g}), so the scale is not what makes them inf or NaN. First "
             f"gradient that is not finite: {bad}. "
-            "Look at the loss and the inputs of this batch, at a division, log or sqrt near zero in the forward pass, "
-            "and at the learning rate; a missing zero_grad makes gradients grow too. collapse_after=None of the loss "
-            "scale turns this check off."
+            "If the loss grew before, lower the learning rate, and see that zero_grad is called. Otherwise look at the "
+            "loss and the inputs of this batch, and at a division, log or sqrt near zero in the forward pass. "
+            "halfstep.diagnose finds where it begins; collapse_after=None of the loss scale turns this check off."
         )
 
 
