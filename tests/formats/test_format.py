@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,12 @@ def test_a_format_prints_as_it_is_parsed() -> None:
 X = torch.randn(48, 40)
 
 
+def given_scales(format: str, change: Callable[[Any], Any]) -> torch.Tensor:
+    """Dequantize codes with other scales than theirs."""
+    codes, scales = quantize(torch.ones(32, 64), format)
+    return dequantize(codes, change(scales), format)
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
@@ -51,6 +58,15 @@ X = torch.randn(48, 40)
         (lambda: round_to(X, "mxint8,block=row", amax=1.0), ArgumentValueError, "amax= is for blocks that are whole"),
         (lambda: round_to(X, "fp8_e4m3", out=X[0]), ArgumentValueError, "out= must have the shape and the dtype"),
         (lambda: dequantize(X, X, "fp8_e4m3"), ArgumentTypeError, "are torch.float8_e4m3fn, not torch.float32"),
+        (lambda: dequantize([1], X, "fp8_e4m3"), ArgumentTypeError, "codes must be a tensor"),  # type: ignore[arg-type]
+        (lambda: given_scales("nvfp4", lambda pair: pair[0]), ArgumentTypeError, "nvfp4 are a pair, scales of blocks"),
+        (lambda: given_scales("mxfp8", lambda scales: (scales, X)), ArgumentTypeError, "mxfp8 are one tensor, not ("),
+        (lambda: given_scales("mxfp8", lambda scales: None), ArgumentTypeError, "mxfp8 are one tensor, not None"),
+        (lambda: given_scales("mxfp8", lambda scales: scales[0, 0]), ArgumentValueError, "of shape (32, 2), not"),
+        (lambda: given_scales("mxfp8", lambda scales: scales.T), ArgumentValueError, "of shape (2, 32)"),
+        (lambda: given_scales("fp8_e4m3,block=16x16", lambda s: s.T), ArgumentValueError, "of shape (2, 4), not"),
+        (lambda: given_scales("fp8_e4m3,block=row", lambda s: s[:16]), ArgumentValueError, "of shape (32, 1), not"),
+        (lambda: given_scales("mxfp8", lambda s: s.view(torch.uint8)), ArgumentValueError, "not torch.uint8 of"),
     ],
 )
 def test_a_wrong_argument_is_named(call: Callable[[], object], kind: type[Exception], message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..core.checks import check_kind
@@ -70,17 +72,31 @@ def dequantize(
         dtype: the dtype of the result.
 
     Raises:
-        ArgumentTypeError: if the codes have another dtype than the format's.
-        ArgumentValueError: for a format that does not exist, or a size that the block does not divide.
+        ArgumentTypeError: if the codes have another dtype than the format's, or the scales are no pair where the format
+            has one.
+        ArgumentValueError: for a format that does not exist, a size that the block does not divide, or scales that are
+            not those of the codes by their shape and kind of dtype.
     """
     format = Format.parse(format)
+    check_kind("codes", codes, torch.Tensor, "a tensor")
     if codes.dtype is not format.numbers.dtype:
         raise ArgumentTypeError(
             f"The codes of {format} are {format.numbers.dtype}, not {codes.dtype}; pass what quantize returned."
         )
     _check_sizes(codes, format, dim)
-    pair = scales if isinstance(scales, tuple) else (scales, None)
-    scale = pair[0].float() if pair[1] is None else pair[0].float() * pair[1]
+    pair: Any = scales if isinstance(scales, (tuple, list)) else (scales,)
+    if len(pair) != 1 + (format.scale == "e4m3") or not all(isinstance(each, torch.Tensor) for each in pair):
+        kinds = "a pair, scales of blocks and the scale of the tensor" if format.scale == "e4m3" else "one tensor"
+        raise ArgumentTypeError(f"The scales of {format} are {kinds}, not {scales!r}; pass what quantize returned.")
+    bare = torch.empty(codes.shape, device="meta", dtype=torch.float32)  # shapes alone
+    over = _block_dims(format, codes.dim())
+    shape = _squeezed(_blocked(bare, format, dim).sum(over, keepdim=True), format, dim).shape
+    if pair[0].shape != shape or not pair[0].is_floating_point():
+        raise ArgumentValueError(
+            f"Codes of shape {tuple(codes.shape)} in {format} along dim={dim} have floating scales of shape "
+            f"{tuple(shape)}, not {pair[0].dtype} of shape {tuple(pair[0].shape)}; pass what quantize returned."
+        )
+    scale = pair[0].float() if len(pair) == 1 else pair[0].float() * pair[1]
     index = codes.contiguous().view(torch.uint8).long()
     numbers: torch.Tensor = values(format.element).to(codes.device)[index]
     blocks = _blocked(numbers, format, dim)
