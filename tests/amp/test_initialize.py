@@ -671,3 +671,11 @@ def test_level_and_opt_level_are_the_same_argument_everywhere() -> None:
     assert amp.initialize(nn.Linear(2, 2), level="O3", dtype=torch.float16, verbosity=0).weight.dtype is torch.float16
     assert amp.decorate(nn.Linear(2, 2), opt_level="O2", dtype=torch.float16).weight.dtype is torch.float16
     assert amp.auto_cast(opt_level="O2").casting.rules[0] == amp.auto_cast(level="O2").casting.rules[0]
+
+
+def test_a_repr_says_what_an_object_is_and_its_state() -> None:
+    _, optim = amp.initialize(*fresh(), opt_level="O2", dtype=torch.float16, verbosity=0)
+    assert repr(amp.GradScaler(init_loss_scaling=8.0)) == "GradScaler(enable=True, scale=8, overflows=0)"
+    cast = amp.auto_cast(level="O2", dtype="float16", device_type="cpu")
+    assert repr(cast) == "auto_cast(enable=True, level='O2', dtype=torch.float16, device_type=('cpu',))"
+    assert repr(amp.scale_loss(torch.ones(()), optim)) == "<amp.scale_loss block for 1 optimizer, loss scaler 0>"

@@ -120,7 +120,6 @@ def test_a_script_without_steps_is_said_to_have_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--numerics", "n.jsonl", "--every", "0"), "0 is not in the range x>=1"),
         (("--numerics", "/proc/nowhere/n.jsonl"), "/proc/nowhere/n.jsonl cannot be written"),
         (("--report", "/proc/nowhere/r.html"), "/proc/nowhere/r.html cannot be written"),
         (("--numerics", "train.py/n.jsonl"), "train.py/n.jsonl cannot be written"),

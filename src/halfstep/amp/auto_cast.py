@@ -134,8 +134,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             device_type, enable = enable if device_type is None else device_type, True
         enabled = check_flag("enable", enable) and (enabled is None or check_flag("enabled", enabled))
         check_flag("use_promote", use_promote)
-        level = opt_level or level
-        level = level.upper() if isinstance(level, str) else level
+        level = level.upper() if isinstance(level := opt_level or level, str) else level
         if level not in _LEVELS:
             raise ArgumentValueError(f"level={level!r}, but level should be O0, OD, O1 or O2.")
         devices = _devices(device_type)
@@ -160,6 +159,10 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
 
             products = text_of(products)
         self.casting = OpCasting(half, lists, enabled=casts, devices=devices, emulate=emulate, products=products)
+
+    def __repr__(self) -> str:
+        at = self.casting
+        return f"auto_cast(enable={at.enabled}, level={at.lists.level!r}, dtype={at.dtype}, device_type={at.devices})"
 
     def __enter__(self) -> auto_cast:
         self.casting.__enter__()

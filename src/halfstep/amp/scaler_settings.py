@@ -113,6 +113,9 @@ class ScalerSettings(torch.amp.GradScaler):
         self._home: torch.device | None = None  # the device of the first loss, on which the scale stays
         self._init_growth_tracker = 0
 
+    def __repr__(self) -> str:
+        return f"GradScaler(enable={self._enabled}, scale={self.get_scale():g}, overflows={self.overflows()})"
+
     @property
     def loss_scaler(self) -> DeviceLossScaler:
         """The current scale and the rule that changes it."""
@@ -123,11 +126,9 @@ class ScalerSettings(torch.amp.GradScaler):
     get_init_loss_scaling = _getter("init_scale", "Return the first scale, or the scale last set or loaded.")
     get_incr_ratio = _getter("growth_factor", "Return the factor by which the scale grows.")
     get_decr_ratio = _getter("backoff_factor", "Return the factor by which the scale shrinks.")
-    get_incr_every_n_steps = _getter(
-        "growth_interval", "Return the count of finite steps in a row before the scale grows; 0 for never."
-    )
+    get_incr_every_n_steps = _getter("growth_interval", "Return after how many finite steps it grows; 0 for never.")
     get_decr_every_n_nan_or_inf = _getter(
-        "backoff_interval", "Return the count of overflowing steps in a row before the scale shrinks; 0 for never."
+        "backoff_interval", "Return after how many overflows it shrinks; 0 for never."
     )
 
     def is_enable(self) -> bool:
@@ -274,12 +275,8 @@ class ScalerSettings(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return settings and state. The copy creates its tensors on the device of its first loss."""
-        return {
-            "enabled": self._enabled,
-            "rule": self._scaler.settings,
-            "dynamic": self._scaler.dynamic,
-            "now": self._scaler.state_dict(),
-        }
+        used = self._scaler
+        return {"enabled": self._enabled, "rule": used.settings, "dynamic": used.dynamic, "now": used.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore settings and state from ``__getstate__``."""

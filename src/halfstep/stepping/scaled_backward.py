@@ -15,6 +15,7 @@ import torch
 from ..casting.dynamo import eager
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
+from ..core.text import counted
 from ..parameters.loss_scaler import DeviceLossScaler
 from .backward import WINDOWS, Window, WindowState, reachable, record_pass
 from .scaling_checks import say_without_backward
@@ -90,6 +91,9 @@ class ScaledBackward:
             f"{self._name} returns a block, which has no {name!r}: write `with {self._name}(loss, optimizer) as "
             "scaled_loss: scaled_loss.backward()`."
         )
+
+    def __repr__(self) -> str:
+        return f"<{self._name} block for {counted(len(self._windows), 'optimizer')}, {self._scaler.name}>"
 
     @eager
     def __enter__(self) -> torch.Tensor:
