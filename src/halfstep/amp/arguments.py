@@ -35,7 +35,7 @@ __all__ = [
 ModuleFilter = Callable[[nn.Module, str], "torch.dtype | str | None"]
 _Layer = str | nn.Module | type[nn.Module] | Callable[[nn.Module, str], bool]
 Layers = _Layer | Collection[_Layer] | None
-"""What ``excluded_layers`` takes."""
+"""The values that ``excluded_layers`` takes."""
 
 # A list has to be a list. Its items are checked when the function is called: list[Linear] is no list[Module].
 Models = TypeVar("Models", bound=nn.Module | list[Any])

@@ -83,7 +83,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             "O2": the float list is down to embedding, interpolation and scatter. "OD": only matrix products,
             convolutions and the white list in 16 bits, everything else in fp32. "O0": no casts. Any case.
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 where there is CUDA, else bfloat16.
-        use_promote: at O2, False runs the ops that are on no list in 16 bits whatever their inputs are.
+        use_promote: at O2, False runs the ops that are on no list in 16 bits, even if an input is fp32.
         device_type: "cpu", "cuda" or another type that torch knows, or a list of them: tensors on others are left
             alone. None means the CPU and the accelerator of this machine.
         emulate: "auto" runs 16-bit matrix products, convolutions, attention and recurrent layers in fp32 kernels,

@@ -71,7 +71,7 @@ def decorate(
             the casts of other sessions do not reach the models. ``opt_level=`` is taken too.
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 for a model on CUDA and bfloat16
             elsewhere.
-        master_weight: whether the optimizers update fp32 masters; None means yes.
+        master_weight: True if the optimizers update fp32 masters; None means True.
         save_dtype: dtype of floating entries in ``state_dict()``. None means fp32 if there are masters, which are saved
             then, and the dtype of the parameters otherwise. With 16 bits ``optimizer.state_dict()`` has the masters.
         master_grad: let autograd accumulate gradients of the 16-bit parameters in fp32. It needs masters, and with

@@ -70,9 +70,9 @@ class GradScaler(ScalerSettings):
     Args:
         enable: False makes every call do nothing but step the optimizer. A device, as torch's has it here, counts as
             True and is ignored: the scale lives where the losses do.
-        init_loss_scaling: where the scale starts, a finite number above zero.
-        incr_ratio: what the scale is multiplied by when it grows, above 1.
-        decr_ratio: what it is multiplied by when it shrinks, between 0 and 1.
+        init_loss_scaling: the scale at the start, a finite number above zero.
+        incr_ratio: the factor by which the scale grows, above 1.
+        decr_ratio: the factor by which it shrinks, between 0 and 1.
         incr_every_n_steps: finite steps in a row before it grows; None for never.
         decr_every_n_nan_or_inf: overflowing steps in a row before it shrinks; None for never.
         use_dynamic_loss_scaling: False keeps the scale where it is. Overflowing steps are skipped all the same.
@@ -143,7 +143,8 @@ class GradScaler(ScalerSettings):
         Of 16-bit parameters with masters they are fp32 then. Clip or edit them where you like: ``step`` uses them.
 
         Args:
-            optimizer: whose gradients to unscale, once in each iteration and after all of its backward passes.
+            optimizer: the optimizer whose gradients to unscale, once in each iteration and after all of its backward
+                passes.
 
         Raises:
             UsageError: when it was called for this optimizer since the last ``update``, or ``step`` was.
@@ -191,7 +192,7 @@ class GradScaler(ScalerSettings):
         """Step an optimizer unless its gradients hold inf or NaN; unscale them before, if ``unscale_`` did not.
 
         Args:
-            optimizer: what to step, once in each iteration.
+            optimizer: the optimizer to step, once in each iteration.
             *args: for ``optimizer.step``. A closure, here or as ``closure=``, calls ``scaler.scale(loss).backward()``
                 and returns the loss; when its gradients overflow it is run again at a lower scale, 64 times at most.
             **kwargs: likewise.
@@ -257,7 +258,7 @@ class GradScaler(ScalerSettings):
     # ---- inside
 
     def _attached_to(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer:
-        """What is kept about an optimizer: by ``amp`` where it has been there, else by this scaler alone."""
+        """Return the ``AttachedOptimizer`` that ``amp`` made for an optimizer, or else one of this scaler alone."""
         found = getattr(optimizer, "_amp_stash", None)
         if isinstance(found, AttachedOptimizer):
             return found
@@ -286,7 +287,7 @@ class GradScaler(ScalerSettings):
 
         Args:
             optimizer: as the user gave it, perhaps a wrapper.
-            attached: what is kept about it.
+            attached: the ``AttachedOptimizer``.
             may_defer: True to leave it to a fused step where that loses less.
             max_norm: the norm to clip to in the same go; None for none.
 

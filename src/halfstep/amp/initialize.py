@@ -85,7 +85,7 @@ def initialize(
     is fp32 and holds the masters. "O3" has everything in 16 bits. The other arguments override single properties of
     the level where they are not None.
 
-    While a model is called it computes by its own level, whatever other models the process has. An ``amp.auto_cast``
+    While a model is called it computes by its own level, beside any other models of the process. An ``amp.auto_cast``
     or ``amp.disable_casts`` around the call overrides the level. Outside of models the casts of the latest O1 session
     hold, on the device types of its models, until its models and optimizers are gone.
 
@@ -93,20 +93,20 @@ def initialize(
         models: a module, or a list of modules, on any device; changed in place. Masters start from their weights as
             they are, so load a checkpoint in fp32 before or after.
         optimizers: a ``torch.optim.Optimizer``, a ``LARC`` around one, a list of them, or None; changed in place.
-            Wrappers of optimizers, as those of Fabric, Accelerate and ScheduleFree, are taken too.
+            Wrappers of optimizers, such as the wrappers of Fabric, Accelerate and ScheduleFree, are taken too.
         enabled: False makes this and every other amp call do nothing, so that one script serves both.
         opt_level: "O0", "O1", "O2" or "O3"; the ROCm fork's "O4" and "O5" are O1 and O2 in bfloat16.
             ``level=`` is taken too.
         cast_model_type: dtype of the weights; False leaves the model alone. Not at O1.
-        patch_torch_functions: whether to cast ops; only O1 may.
-        keep_batchnorm_fp32: whether BatchNorm stays fp32; "True" and "False" as strings are taken too. Not at O1.
-        master_weights: whether optimizers update fp32 masters. Not at O1.
+        patch_torch_functions: True to cast ops; only O1 may.
+        keep_batchnorm_fp32: True if BatchNorm stays fp32; "True" and "False" as strings are taken too. Not at O1.
+        master_weights: True if optimizers update fp32 masters. Not at O1.
         loss_scale: a number above zero, the number as a string, "dynamic", or a ``halfstep.DynamicLossScale`` or
             ``StaticLossScale``, which has bounds of its own.
         cast_model_outputs: dtype of the models' outputs, or its name; by default fp32 wherever the model is cast.
-        num_losses: how many losses have a scale of their own (``loss_id`` of ``amp.scale_loss``).
+        num_losses: the number of losses that have a scale of their own (``loss_id`` of ``amp.scale_loss``).
         verbosity: 0 is silent; 1 logs a line on the level and one for each of the first skipped steps, then for every
-            hundredth, at level INFO of the logger "halfstep"; 2 also logs each cast. Where a program has not set up
+            hundredth, at level INFO of the logger "halfstep"; 2 also logs each cast. If a program has not set up
             logging, the logger writes to stderr.
         min_loss_scale: floor of the dynamic scale; None or 0 for none.
         max_loss_scale: ceiling of the dynamic scale.
@@ -121,7 +121,7 @@ def initialize(
             bits, and the model returns it unrounded. An op in it that meets a 16-bit tensor computes in fp32. What
             calls ``layer.forward`` or uses ``layer.weight`` from outside is not in the module, and is cast as the level
             says. A name, type or module that the models do not have is an error.
-        op_lists: which ops run in which precision; at O2 and O3 see ``custom_white_list``.
+        op_lists: the lists that give each op its precision; at O2 and O3 see ``custom_white_list``.
         custom_white_list: ops to run in 16 bits, names or torch functions, against the lists of O1. At O2 and O3
             these lists move the ops of the models, and no list of the level counts; the function mode stays on then.
         custom_black_list: ops to run in fp32, likewise.
@@ -130,18 +130,18 @@ def initialize(
             numbers and with 16-bit results, where the device has no 16-bit units. True does so everywhere, False
             nowhere. The dtypes are the same in all cases.
         policy: a ``halfstep.Policy`` instead of the level and all that overrides one. Only ``loss_scale`` may be given
-            with it, and replaces that of the policy.
-        fused: where optimizers get masters, run ``Adam``, ``AdamW``, ``SGD``, ``Adagrad`` and ``Muon`` of torch as the
+            with it, and replaces the loss scale of the policy.
+        fused: if optimizers get masters, run ``Adam``, ``AdamW``, ``SGD``, ``Adagrad`` and ``Muon`` of torch as the
             fused optimizers of the same arithmetic (``halfstep.optimizers.fuse``), if their settings allow it and there
             are kernels for the device. False leaves torch's own step, on plain fp32 masters.
-        cast_ops: whether an op that torch refuses, because an fp32 tensor meets a 16-bit one in it or it has no 16-bit
-            kernel, is called again with dtypes that agree; only at O2 and O3. None looks for such ops in the first
+        cast_ops: True to call an op again, with dtypes that agree, if torch refuses it because an fp32 tensor meets a
+            16-bit one in it or it has no 16-bit kernel; only at O2 and O3. None looks for such ops in the first
             passes of each kind of call, and goes on where it has found one, in ``forward`` and in the other public
-            methods of a model's own class; True does so always, also outside of models; False never.
-        state_dtype: how optimizers store their moments where they get masters. "8bit" is one byte for each number, so
-            that bfloat16 weights, masters and state of AdamW take 6 bytes a parameter, not 12. ``torch.bfloat16`` is
-            for first moments. For ``Adam``, ``AdamW`` and ``SGD`` of torch, and for fused optimizers that were not made
-            with another; None leaves them at fp32.
+            methods of a model's own class; True looks always, also outside of models; False never.
+        state_dtype: the form in which optimizers store their moments if they get masters. "8bit" is one byte for each
+            number, so that bfloat16 weights, masters and state of AdamW take 6 bytes a parameter, not 12.
+            ``torch.bfloat16`` is for first moments. For ``Adam``, ``AdamW`` and ``SGD`` of torch, and for fused
+            optimizers that were not made with another; None leaves them at fp32.
         products: a ``halfstep.formats.Recipe``, or the name of one such as "mxfp8": linear layers multiply operands of
             eight bits and fewer, at any level. ``amp.set_products`` says which layers, and changes them later.
 

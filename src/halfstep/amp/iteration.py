@@ -1,4 +1,4 @@
-"""What a ``GradScaler`` knows about one iteration, from one ``update`` to the next, and what its ``step`` returns."""
+"""The state of a ``GradScaler`` in one iteration, from one ``update`` to the next, and the result of its ``step``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Iteration", "StepResult"]
 
 @dataclass
 class Iteration:
-    """How far each optimizer is in this iteration, what overflowed, and which gradients are unscaled already.
+    """The stage of each optimizer in this iteration, the overflows, and the gradients that are unscaled already.
 
     A parameter may be in two optimizers of one scaler. Its gradient counts as unscaled if it is the tensor that was
     noted, and either no loss was scaled since then or its version is the same.
@@ -26,9 +26,9 @@ class Iteration:
     Attributes:
         states: for each optimizer, by its identity, how far it is and its overflow flags; in the shape that torch's
             scaler has.
-        windows: of the optimizers that were unscaled.
-        losses: how many losses were scaled.
-        noted: what each call of ``note`` has seen.
+        windows: the windows of the optimizers that were unscaled.
+        losses: the number of losses that were scaled.
+        noted: the parameters, gradients and versions that each call of ``note`` has seen.
     """
 
     states: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(new_optimizer_state))
@@ -49,7 +49,7 @@ class Iteration:
             raise UsageError("unscale_() is being called after step().")
 
     def overflow(self) -> torch.Tensor:
-        """Whether the gradients of any optimizer overflowed, as a 0-dim float32 tensor.
+        """Return whether the gradients of any optimizer overflowed, as a 0-dim float32 tensor.
 
         Raises:
             UsageError: if none was unscaled.
@@ -71,7 +71,7 @@ class Iteration:
         self.noted.append((self.losses, params, grads, [None if g is None else g._version for g in grads]))
 
     def among(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those parameters whose gradients are unscaled already."""
+        """Return the parameters whose gradients are unscaled already."""
         mine = {id(p) for p in params if p.grad is not None}
         found: dict[int, torch.Tensor] = {}
         for losses, *noted in self.noted:

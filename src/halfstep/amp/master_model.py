@@ -27,8 +27,8 @@ def master_model(model: nn.Module) -> nn.Module:
         ...
         averaged.update_parameters(amp.master_model(model))
 
-    It has no casts of its own. Those that O1 does to ops reach every model of the process, and this one too, unless it
-    is called in ``amp.disable_casts()``. It shares its values with the model: a parameter with a master is what
+    It has no casts of its own. The casts of ops at O1 reach every model of the process, and this one too, unless it is
+    called in ``amp.disable_casts()``. It shares its values with the model: a parameter with a master is what
     ``amp.master_params`` yields, and parameters and buffers that are not of 16 bits are the model's own. A deep copy of
     it is an ordinary fp32 model with values of its own.
 

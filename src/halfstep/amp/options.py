@@ -25,7 +25,7 @@ class Properties:
     """A policy under Apex's names for an opt level's properties, which only can be read.
 
     Attributes:
-        policy: what the names are of.
+        policy: the policy.
         opt_level: "O0" to "O3".
         enabled: True if amp does anything.
         given: the values that the user gave for single names, as they were: False is not None, and at O0 a switch
@@ -72,7 +72,7 @@ class Recipe:
     Attributes:
         half: the 16-bit dtype, also where the policy has none.
         options: the policy, and Apex's names for it.
-        defaults: of the level, before the overrides; None if a policy was given.
+        defaults: the properties of the level, before the overrides; None if a policy was given.
     """
 
     half: torch.dtype
@@ -99,7 +99,7 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
     """The recipe that some arguments of ``amp.initialize`` describe.
 
     Args:
-        policy: a policy, which takes the place of the others but for ``loss_scale``.
+        policy: a policy, which takes the place of all arguments but ``loss_scale``.
         device_half: the 16-bit dtype where none is named.
         given: arguments of ``amp.initialize``, of which those in ``ARGUMENTS`` are read.
 
@@ -222,8 +222,8 @@ class Argument:
 
     Attributes:
         field: the field of ``Policy`` that says the same; None for an argument that decides several.
-        check: called with a value and a level; returns the property of the level, or raises. None for an argument that
-            is no property of Apex's.
+        check: a function of a value and a level; returns the property of the level, or raises. None for an argument
+            that is no property of Apex's.
         default: the value of an argument that was not given.
     """
 
@@ -252,7 +252,7 @@ ARGUMENTS = {
 
 
 def _check_lists(level: str, casts_ops: bool, dtype: Any, given: Mapping[str, Any]) -> OpLists | None:
-    """The op lists: at O1 those of the level, and with 16-bit weights only what the user has put on them."""
+    """Return the op lists: at O1 the lists of the level, with 16-bit weights only the ops that the user has listed."""
     op_lists = given["op_lists"]
     custom = {name: each for name in ("white", "black", "wide") if (each := given[f"custom_{name}_list"]) is not None}
     if op_lists is None and not custom:

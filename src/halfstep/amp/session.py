@@ -133,8 +133,8 @@ def scale_loss(
 
     Args:
         loss: a tensor of any floating dtype on any device; 16-bit losses are scaled in fp32.
-        optimizers: those whose parameters get gradients from this backward pass.
-        loss_id: which loss scaler to use, from 0 on and below ``num_losses`` of ``amp.initialize``.
+        optimizers: the optimizers whose parameters get gradients from this backward pass.
+        loss_id: the number of the loss scaler to use, from 0 on and below ``num_losses`` of ``amp.initialize``.
         model: accepted for Apex's sake, not used.
         delay_unscale: accepted for Apex's sake: gradients accumulate rightly without it, and with it they are unscaled
             at once, too. Only the block of the next pass differs: there ``p.grad`` has the scaled gradients of both.
@@ -213,7 +213,8 @@ def state_dict(
 
     Args:
         destination: a dict to fill; a new one if None.
-        optimizer: whose session to save, when ``amp.initialize`` was called more than once; the latest if None.
+        optimizer: the optimizer whose session to save, when ``amp.initialize`` was called more than once; the latest if
+            None.
 
     Returns:
         ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, empty when amp is disabled.
@@ -234,7 +235,7 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizer: torch.optim.Opt
 
     Args:
         state_dict: the saved dict.
-        optimizer: whose session to load; the latest if None.
+        optimizer: the optimizer whose session to load; the latest if None.
 
     Raises:
         UsageError: before ``amp.initialize``.

@@ -1,10 +1,10 @@
-"""Masters that users hold: each is an fp32 parameter with memory of its own, compared by value with what is stored.
+"""Masters that user code holds: fp32 parameters with memory of their own, compared by value with what is stored.
 
 ``amp.master_params`` gives them out. The stored masters have other forms (a remainder beside a bfloat16 weight, for
-example), so a held one is a copy, made when somebody reads it first. What was written into it, by whatever spelling, is
-found by comparing it with what it was. ``settle`` carries that to the stored master and to the weight, and brings what
-has changed there into the copy. It runs before and after a step, before a forward pass of a model that was cast, and
-wherever masters are read, saved or loaded.
+example), so a held one is a copy, made at its first read. A write into it, in any spelling, is
+found by comparing it with its earlier values. ``settle`` carries the write to the stored master and to the weight,
+and brings what has changed there into the copy. It runs before and after a step, before a forward pass of a model that
+was cast, and wherever masters are read, saved or loaded.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MasterParameter(torch.nn.Parameter):
         return torch.nn.Parameter(self.detach().clone(), self.requires_grad)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """As of any parameter."""
+        """Return the representation that any parameter has."""
         return repr(torch.nn.Parameter(self.detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -101,14 +101,14 @@ class UnreadMaster(MasterParameter):
 
 
 def hold(master: Master, owner: object) -> torch.Tensor:
-    """The master of a weight as a parameter; the same object as long as somebody holds it.
+    """The master of a weight as a parameter; the same object as long as user code holds it.
 
     A master with memory is kept until it is settled, so that no write is lost if its last user drops it, and held
     weakly from then on. Its memory counts, not the object: a view, a ``detach()`` or an array of it holds it too.
 
     Args:
-        master: of a weight.
-        owner: what must live as long as the master is not read, so that it can be: the optimizer.
+        master: the master of a weight.
+        owner: the optimizer, which must live until the master is read, so that it can be read.
     """
     weight = master.param
     held: Any = None if master.held is None else master.held()
@@ -158,12 +158,12 @@ def keep_held(master: Master, held: Any) -> None:
 
 
 class _InMemory:
-    """A master that has memory: who keeps it, and what it was when it was last settled.
+    """A master that has memory: its holder, and its values when it was last settled.
 
     Args:
         weight: the weight in the model.
-        master: its master, as a parameter.
-        before: what the master was.
+        master: the master of the weight, as a parameter.
+        before: the values of the master.
     """
 
     def __init__(self, weight: torch.Tensor, master: torch.Tensor, before: torch.Tensor) -> None:
@@ -176,7 +176,7 @@ class _InMemory:
         self._place = _place_of(master)
 
     def __call__(self) -> torch.Tensor | None:
-        """The parameter, or a new one if only its memory lives; None if nobody has it any more."""
+        """The parameter, or a new one if only its memory lives; None if neither lives."""
         master = self._kept if self._kept is not None else self._ref()
         if master is None and not is_sharded(self._weight):
             storage = storage_of(self._memory)
@@ -229,7 +229,7 @@ class _InMemory:
 
 
 WITH_MEMORY: weakref.WeakSet[Master] = weakref.WeakSet()
-"""Those that have something to settle, of every optimizer."""
+"""The masters that ``settle`` has to look at, of every optimizer."""
 
 
 def settle(weight: torch.Tensor | None = None, *, refresh: bool = True) -> None:
@@ -270,6 +270,6 @@ def _fp32_like(weight: torch.Tensor, master: Master | None) -> torch.Tensor:
 
 
 def _place_of(master: torch.Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies in its storage."""
+    """Return the place of a tensor in its storage."""
     here = local(master.detach())
     return here.storage_offset(), here.shape, here.stride()

@@ -34,11 +34,11 @@ class MasterKeeper:
     """The fp32 masters of one optimizer's 16-bit parameters: each is in the row of its parameter.
 
     Args:
-        optimizer: this must not outlive it.
+        optimizer: the optimizer, which must outlive the keeper.
         masters: True if there are masters. A fused optimizer of halfstep keeps them in its state, if torch has
             ``Tensor.grad_dtype``; any other has them in the places of its parameters while it steps. "elsewhere" if an
             attached optimizer inside of it has them.
-        originals: where masters start; see ``PlainMasters``.
+        originals: the values at which masters start; see ``PlainMasters``.
         own: True if the optimizer may keep masters in its state.
 
     Attributes:
@@ -128,7 +128,7 @@ class MasterKeeper:
             yield self.view(param) if self.has(param) else param
 
     def view(self, param: torch.Tensor) -> torch.Tensor:
-        """The master of a parameter as a parameter, the same object as long as somebody holds it.
+        """The master of a parameter as a parameter, the same object as long as user code holds it.
 
         It is the parameter itself if this process has no master to give out: another rank steps the parameter
         (``ZeroRedundancyOptimizer``).

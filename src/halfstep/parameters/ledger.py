@@ -14,14 +14,14 @@
   and until a ``GradScaler`` unscales.
 - **ready**: what the step will use. The gradient of a 16-bit parameter with a master is fp32 then, so that a user may
   take its norm and clip it: in 16 bits torch's ``clip_grad_norm_`` rounds the norm, and overflows in float16. It may
-  stay in 16 bits (``narrow``) where the user has said that nobody clips by hand.
+  stay in 16 bits (``narrow``) where the user has said that no code clips by hand.
 - **saved**: set aside while a block is open, so that the pass in the block brings only its own gradient.
 
 The dtype in which autograd delivers a gradient is ``p.grad_dtype``. It is fp32 for a parameter with a master, so that
-plain backward passes add up in fp32. In a block that scales it is whatever the pass computes, because the gradient is
-unscaled afterwards. Under DistributedDataParallel and FSDP2 it is the parameter's own dtype, because their buckets
-take nothing else. A block sets it when it begins and when it ends, and a wrapper at the beginning of each backward pass
-(``ddp_hook``), so no pass depends on how gradients were cleared before it.
+plain backward passes add up in fp32. In a block that scales it is the dtype that the pass computes in, because the
+gradient is unscaled afterwards. Under DistributedDataParallel and FSDP2 it is the parameter's own dtype, because their
+buckets take nothing else. A block sets it when it begins and when it ends, and a wrapper at the beginning of each
+backward pass (``ddp_hook``), so no pass depends on how gradients were cleared before it.
 
 Before torch 2.13 there is no ``Tensor.grad_dtype``, and the gradient of a 16-bit parameter cannot be fp32. There the
 fp32 gradient is kept beside ``p.grad``, which is its rounded image. If a user changes the image, for example by
@@ -345,7 +345,7 @@ class Gradients:
         return self._unscaler.unscale_and_clip(self._unscaler.gather(params), reciprocal(scale), found_inf, max_norm)
 
     def clear(self) -> None:
-        """Called after the gradients were set to None or zero, perhaps inside of an open block."""
+        """Forget saved gradients after ``p.grad`` was set to None or zero, perhaps inside of an open block."""
         for slot in self._rows:
             slot.grad.saved = None
         self._pending = []

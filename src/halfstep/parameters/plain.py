@@ -1,8 +1,8 @@
 """Plain masters: an fp32 copy of each 16-bit parameter, which takes its place in the optimizer during a step only.
 
 So any optimizer updates fp32 numbers with fp32 state, and at all other times it is an ordinary optimizer over the
-model's parameters. What others write to a parameter is found by value: where the parameter is not its master rounded,
-the master becomes the parameter. This is looked at before a step, and when somebody reads masters.
+model's parameters. A write of user code to a parameter is found by value: if the parameter is not its master rounded,
+the master becomes the parameter. This is checked before a step, and when masters are read.
 """
 
 from __future__ import annotations
@@ -169,13 +169,13 @@ class PlainMasters:
         self.places, self.table.frozen = [], False
 
     def has_in_place(self, key: object) -> bool:
-        """Whether something is a master that has the place of its parameter now."""
+        """True if an object is a master that has the place of its parameter now."""
         return bool(self.places) and any(key is master for master in self._tensors)
 
     # ---- in a checkpoint of the optimizer
 
     def save(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Add the masters that nobody else saves to what ``state_dict()`` of the optimizer returned."""
+        """Add the masters that are not saved elsewhere to what ``state_dict()`` of the optimizer returned."""
         settle(refresh=False)
         for param, name in _names(optimizer, saved):
             master = None if is_saved_elsewhere(param) else self.table.master_of(param)
@@ -216,7 +216,7 @@ def _new_master(optimizer: Callable[[], Any], originals: dict[int, torch.Tensor]
 
 
 def _is_float64_like(value: torch.Tensor, param: torch.Tensor) -> bool:
-    """Whether a state is the float64 one of a parameter that was float64 itself."""
+    """True if a state is the float64 state of a parameter that was float64 itself."""
     return value.dtype is torch.float64 and value.shape == param.shape
 
 

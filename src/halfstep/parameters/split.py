@@ -25,8 +25,8 @@ class KeepsMasters(Protocol):
 
     Attributes:
         state: as of any optimizer.
-        options: its ``FusedOptions``.
-        table: its parameters.
+        options: the ``FusedOptions``.
+        table: the table of its parameters.
     """
 
     state: Any
@@ -38,7 +38,7 @@ class KeepsMasters(Protocol):
 
 
 class InState(Master):
-    """A master in the state of a fused optimizer, in whichever form ``adapt`` gave it.
+    """A master in the state of a fused optimizer, in the form that ``adapt`` gave it.
 
     Args:
         param: a parameter of the optimizer.
@@ -121,7 +121,7 @@ def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
     Args:
         param: the parameter. Its value can change when one form becomes the other, which rounds ties differently.
         state: ``optimizer.state[param]``: ``remainder`` (int16, split), ``master`` (float32, plain) or neither.
-        storage: of the parameter's column.
+        storage: the storage of the parameter's column.
     """
     remainder, master = state.get("remainder"), state.get("master")
     if storage.kind == "split":
@@ -148,7 +148,7 @@ def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
 
 
 def master_value(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-    """A new float32 tensor: the master of a parameter in whichever form ``optimizer.state[param]`` holds it."""
+    """A new float32 tensor: the master of a parameter, from either form in ``optimizer.state[param]``."""
     if "master" in state:
         return honoured(state["master"].to(param.device, torch.float32), param.detach())
     if "remainder" in state and param.dtype is torch.bfloat16:

@@ -1,8 +1,8 @@
 """One table for each optimizer: a row for each parameter in its groups, with what is known about its gradient.
 
-``OptimizerTable.refresh`` is the one place that asks whether the parameters are still those of the last step. Whatever
-is derived from them (columns here, groups of tensors, rows of kernels) is kept for as long as ``generation`` stays the
-same.
+``OptimizerTable.refresh`` is the one place that asks whether the parameters are the same as in the last step.
+Everything derived from them (columns here, groups of tensors, rows of kernels) is kept for as long as ``generation``
+stays the same.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Keeper(Protocol):
 
 @dataclass(slots=True, eq=False)
 class GradRecord:
-    """State of the gradient of one parameter, whichever optimizers have the parameter, and where its master is.
+    """State of the gradient of one parameter, shared by all optimizers that have it, and the place of its master.
 
     Attributes:
         saved: the gradient that is set aside while a block is open.
@@ -73,7 +73,8 @@ class GradRecord:
             closed, or gone after an interrupt, other optimizers with the same parameter leave its gradient alone.
         image: before torch 2.13, an fp32 gradient that stands behind the 16-bit ``p.grad``; see ``ledger``.
         keepers: weak references to what keeps a master of the parameter; see ``master_registry``.
-        saved_by_model: True if the state dict of the model has the master, so that of the optimizer needs none.
+        saved_by_model: True if the state dict of the model has the master, so the state dict of the optimizer needs
+            none.
     """
 
     saved: torch.Tensor | None = None
@@ -100,7 +101,7 @@ class Master:
             alive, because the master of a parameter that was taken out of the optimizer waits for it.
 
     Attributes:
-        held: what users hold of it, for ``held_masters``; None if they hold nothing.
+        held: the form in which user code holds it, for ``held_masters``; None if it does not.
     """
 
     def __init__(self, param: torch.Tensor) -> None:
@@ -202,7 +203,7 @@ class OptimizerTable:
 
     @classmethod
     def of_params(cls, params: Sequence[torch.Tensor], *, reduced: bool) -> OptimizerTable:
-        """The table of parameters with masters, whichever optimizers they are in. It never changes.
+        """Return a table of parameters with masters, from any optimizers. It never changes.
 
         Args:
             params: the parameters.

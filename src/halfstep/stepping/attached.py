@@ -1,4 +1,4 @@
-"""What halfstep keeps about one torch optimizer, and how its step is taken or skipped.
+"""The state that halfstep keeps for one torch optimizer, and the code that takes or skips its step.
 
 ``attach`` gives the optimizer a class of its own, made on the fly below the one it has, whose ``step``, ``zero_grad``,
 ``add_param_group`` and ``load_state_dict`` come here. The instance gets ``_amp_stash``, and the few attributes that
@@ -54,7 +54,7 @@ _LOOKS = 3  # the steps in which the models are looked at in any case
 
 
 def attached_to(optimizer: object) -> AttachedOptimizer | None:
-    """What is kept about an optimizer, or about the one behind a wrapper; None if it is not attached.
+    """Return the state of an optimizer, or of the optimizer in a wrapper; None if it is not attached.
 
     It is the attribute ``_amp_stash``, as Apex's was: scripts ask for that name to learn whether amp is on.
     """
@@ -68,7 +68,7 @@ def attach(optimizer: torch.optim.Optimizer, *, fused: bool = False, **options: 
     Args:
         optimizer: any that is not attached.
         fused: make it a fused one of the same arithmetic, too, which ``can_fuse`` says is possible.
-        **options: those of ``AttachedOptimizer``.
+        **options: options of ``AttachedOptimizer``.
 
     Raises:
         UsageError: if it is attached already.
@@ -84,7 +84,7 @@ def attach(optimizer: torch.optim.Optimizer, *, fused: bool = False, **options: 
 
 
 def skipped_steps(counts: dict[str, Any]) -> int:
-    """How many of the steps in the ``counts`` of an ``AttachedOptimizer`` were skipped. Reads the device."""
+    """Return the number of skipped steps in the ``counts`` of an ``AttachedOptimizer``. Reads the device."""
     return int(counts["skipped"]) + int(counts.get("on device", 0))
 
 
@@ -94,7 +94,7 @@ def _wants_scaler(step: Callable[..., Any]) -> bool:
 
 
 def share_overflows(attached: Sequence[AttachedOptimizer]) -> None:
-    """Let those of some optimizers that share a parameter hear of each other's backward passes."""
+    """Let optimizers that share a parameter hear of each other's backward passes."""
     params = [set(map(id, one.window.params())) for one in attached]
     for one, mine in zip(attached, params, strict=True):
         others = [other for other, its in zip(attached, params, strict=True) if other is not one and mine & its]
@@ -107,17 +107,19 @@ class Observer(Protocol):
     """Watches the steps of attached optimizers: a report, a monitor, a callback."""
 
     def before_step(self, attached: AttachedOptimizer) -> None:
-        """Called before a step is taken or skipped."""
+        """Run before a step is taken or skipped."""
 
     def after_step(self, attached: AttachedOptimizer) -> None:
-        """Called after a step was taken or skipped."""
+        """Run after a step was taken or skipped."""
 
 
 observers: list[Observer] = []
-"""Called for every step of every attached optimizer. An observer adds itself, and removes itself when it is done."""
+"""The observers of every step of every attached optimizer. An observer adds itself, and removes itself when it is
+done."""
 
 creation_callbacks: list[Callable[[AttachedOptimizer], None]] = []
-"""Called with each ``AttachedOptimizer`` that is made. Unlike observers they keep no step from being recorded."""
+"""Functions that are called with each new ``AttachedOptimizer``. Unlike observers they keep no step from being
+recorded."""
 
 
 @torch.optim.Optimizer.profile_hook_step
@@ -133,21 +135,21 @@ class AttachedOptimizer:
     Args:
         optimizer: any; this must not outlive it.
         base: the class before whose methods the optimizer gets ours. With None it keeps its class and its methods, and
-            whoever makes this calls its ``step`` instead of the optimizer's.
+            the code that makes this object calls the ``step`` of this object instead of the optimizer's.
         masters, originals, own: see ``MasterKeeper``.
-        models: those that it trains, if they are known.
-        verbose: whether to log what is skipped.
+        models: the models that it trains, if they are known.
+        verbose: True to log skipped steps.
         delegates_to_outer: True if another attached optimizer contains this optimizer and sends the messages to ranks.
 
     Attributes:
-        window: its backward passes since the last step; its ``keeper`` has the masters.
+        window: the backward passes since the last step; its ``keeper`` has the masters.
         replaced: the parameters that were replaced in the models.
-        session: whoever attached it may leave its own state here.
+        session: state of the code that attached it.
         original_step: the step of the class that the optimizer had before it was attached, without torch's hooks; None
             if it was not. Bound to the optimizer, this would keep it alive until the garbage collector runs.
         instance_step: a ``step`` that was put on the instance before; it is taken instead.
         hooked: True if torch's hooks run around a step.
-        counts: how many steps were taken or skipped ("calls"), how many of them were skipped by the host ("skipped"),
+        counts: the number of steps that were taken or skipped ("calls"), and of steps skipped by the host ("skipped")
             and on the device ("on device", a 0-dim tensor). It holds nothing else of the optimizer.
         grad_scale: by what a step that takes flags divides its gradients; None if they are unscaled.
     """
@@ -210,7 +212,7 @@ class AttachedOptimizer:
 
     @property
     def was_skipped(self) -> torch.Tensor:
-        """Whether the latest step was skipped, as a 0-dim bool tensor; only looking at its value reads the device."""
+        """Return whether the latest step was skipped, as a 0-dim bool tensor; only reading its value waits."""
         latest = self._latest
         return latest != 0 if isinstance(latest, torch.Tensor) else torch.tensor(latest, dtype=torch.bool, device="cpu")
 
@@ -398,11 +400,11 @@ class AttachedOptimizer:
     # ---- copies
 
     def reduced(self, base: type, state: Any) -> tuple[Any, ...]:
-        """What a copy or pickle of the optimizer is made from.
+        """Return the value from which a copy or pickle of the optimizer is made.
 
         Args:
             base: the class that the optimizer had before it was attached.
-            state: what its ``__getstate__`` returns.
+            state: the result of its ``__getstate__``.
         """
         return _rebuild, (base, state, self.keeper.any, self.keeper.started(), self.verbose, self.session)
 

@@ -116,25 +116,25 @@ class Window:
     """The scaled backward passes that one optimizer has had since its last step.
 
     Args:
-        keeper: its masters, which know the optimizer.
+        keeper: the masters, which know the optimizer.
         delegates_to_outer: True if another attached optimizer contains this optimizer and sends the messages to ranks.
 
     Attributes:
         keeper, delegates_to_outer: as given.
         records: one for each pass; the next step asks them whether gradients overflowed.
         sharing: weak references to the windows of other optimizers that share a parameter with this one.
-        state: how far the passes are.
+        state: the stage of the passes.
         thread: the thread that uses the optimizer.
-        subscribers: what looks at the passes and steps.
+        subscribers: the objects that look at the passes and steps.
         clipped: looks for gradients that were clipped before they are unscaled, which may begin in any step; None
             before the first scaled pass.
         known: the generation of the table at the latest look for parameters that have come; None before the first
             scaled pass.
-        scale: what the loss of the present pass, or of the latest, was multiplied by, a 0-dim tensor; None for none.
+        scale: the factor of the loss of the present pass, or of the latest, a 0-dim tensor; None for none.
     """
 
     ranks = RankSync()
-    """What it knows about other processes; of its own as soon as there are wrappers."""
+    """The messages to other processes; an instance gets its own object as soon as there are wrappers."""
 
     def __init__(self, keeper: MasterKeeper, *, delegates_to_outer: bool = False) -> None:
         self.keeper = keeper
@@ -154,7 +154,7 @@ class Window:
 
     @property
     def release(self) -> GradientRelease | None:
-        """What steps the parameters inside of backward passes, if something does."""
+        """Return the gradient release that steps parameters inside of backward passes, if there is one."""
         found = getattr(self.keeper.table.optimizer(), "release", None)
         return found if isinstance(found, GradientRelease) else None
 
@@ -165,7 +165,7 @@ class Window:
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter lives: flags and scales are kept there."""
+        """Return the device of the first parameter: flags and scales are kept there."""
         return next((param.device for param in self.params()), torch.device("cpu"))
 
     @property
@@ -194,8 +194,9 @@ class Window:
 
         Args:
             scale: the 0-dim tensor that the loss is multiplied by; None if it is not scaled.
-            block: which is opened; not kept alive.
-            guard: called before a gradient is used inside of the pass; raises an error if it must not be.
+            block: the block that is opened; not kept alive.
+            guard: a function that is called before a gradient is used inside of the pass; raises an error if it must
+                not be used.
             named: False if the block belongs to other optimizers, and its pass may reach parameters of this one, too.
                 If a block of this one is opened meanwhile, ``block.finish_reached`` ends this pass for it.
 
@@ -288,7 +289,7 @@ class Window:
     def settle(self) -> torch.Tensor | None:
         """Clear the gradients of a skipped step if they are still there, so that no later step takes them.
 
-        Their values tell whether they are. The gradients may have been cleared in a way that nobody hears of, and after
+        Their values tell whether they are. The gradients may have been cleared in a way that no hook sees, and after
         a step that skips itself on the device the host does not know whether it did.
 
         Returns:
@@ -403,7 +404,7 @@ class Window:
         """Average gradients and overflows since the last step with the ranks that have not got them yet.
 
         Args:
-            steps: whether a step follows.
+            steps: True if a step follows.
 
         Raises:
             UsageError: as ``RankSync.sync_gradients``.
@@ -418,7 +419,7 @@ class Window:
         """The records since the last call; there are none afterwards, and passes to come belong to another step.
 
         Args:
-            agreed: whether the ranks agree on them before. If not, they have done so already.
+            agreed: True to let the ranks agree on them before; False if they have done so already.
         """
         if agreed and REDUCTIONS:
             self.sync()
@@ -449,7 +450,7 @@ class Window:
 
         Args:
             max_norm: the largest norm allowed.
-            norm_type: of the p-norm; ``float("inf")`` for the largest element.
+            norm_type: the p of the p-norm; ``float("inf")`` for the largest element.
 
         Returns:
             The norm before, a 0-dim tensor; -1 if a scaled backward pass overflowed, since there is nothing to clip
@@ -477,7 +478,7 @@ class Window:
 
 
 WINDOWS: weakref.WeakKeyDictionary[Window, None] = weakref.WeakKeyDictionary()
-"""Of the optimizers that ``attach`` was called for, in that order, which is the same on every rank."""
+"""The windows of attached optimizers, in the order of the calls of ``attach``, which is the same on every rank."""
 
 
 def reachable(named: Sequence[Window]) -> list[Window]:
@@ -487,7 +488,7 @@ def reachable(named: Sequence[Window]) -> list[Window]:
     one trunk, or of a GAN's two networks, either loss brings gradients to both, and all are multiplied by the scale.
 
     Args:
-        named: of the optimizers that the block belongs to.
+        named: the windows of the optimizers that the block belongs to.
     """
     here = get_ident()
     beside = [one for one in WINDOWS if one not in named and one.thread == here and not one.delegates_to_outer]
@@ -508,7 +509,7 @@ def record_pass(
     hears when they are averaged.
 
     Args:
-        windows: of the optimizers.
+        windows: the windows of the optimizers.
         found_inf: 0-dim float32 tensor, 1.0 if a gradient holds inf or NaN.
         scaler: the loss scale that is yet to be updated with it; see ``BackwardRecord``.
         moves: the loss scale that an overflow lowers.
@@ -532,7 +533,7 @@ def record_pass(
 
 
 def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
-    """Whether any pass overflowed: a 0-dim float32 tensor."""
+    """Return whether any pass overflowed, as a 0-dim float32 tensor."""
     if len(records) == 1:
         return records[0].found_inf
     device = records[0].found_inf.device
@@ -540,11 +541,11 @@ def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
 
 
 _MANY = 64
-"""So many passes without a step have their records merged: somebody may never step."""
+"""The number of passes without a step after which their records are merged: user code may never step."""
 
 
 def _merged(records: list[BackwardRecord]) -> list[BackwardRecord]:
-    """The records of many passes without a step as few: those that all ranks have are one for each loss scale."""
+    """Merge the records of many passes without a step: one for each loss scale for the passes that all ranks have."""
     found = [record for record in records if not record.shared]
     alike: dict[tuple[DeviceLossScaler | None, DeviceLossScaler | None], list[BackwardRecord]] = {}
     for record in records:

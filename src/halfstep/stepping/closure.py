@@ -35,7 +35,7 @@ def guarded(closure: Callable[[], Any], window: Window, casting: OpCasting | Non
         closure: the user's.
         window: the window of the optimizer, whose masters leave their places while the closure runs.
         casting: the op casting in force around the step, which itself runs without.
-        verbose: whether to log that the closure runs again.
+        verbose: True to log that the closure runs again.
     """
     first, name = True, type(window.keeper.optimizer).__name__
 

@@ -25,7 +25,8 @@ _UNSCALE_BEFORE = (
 )
 
 _LARGEST_CLIP = 100.0
-"""Nobody clips to more. Gradients that are multiplied by a loss scale are smaller only if they vanish."""
+"""The largest norm that user code is expected to clip to. Gradients that are multiplied by a loss scale are smaller
+only if they vanish."""
 _SMALLEST_SCALE = 256.0
 _LOOKS = 5
 
@@ -34,8 +35,8 @@ def first_bad_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     """The first parameter whose gradient holds inf or NaN, by its qualified name where one is known. Reads the device.
 
     Args:
-        optimizers: whose parameters to look at, in their order; before them those of their models, where they are
-            attached, in the order of ``named_parameters``.
+        optimizers: the optimizers whose parameters to look at, in their order. The parameters of their models, if they
+            are attached, come first, in the order of ``named_parameters``.
 
     Returns:
         For example ``layers.0.weight (4x3, float16: 2 inf, 0 NaN among 12 values)``. If an optimizer updates 16-bit
@@ -104,7 +105,7 @@ class ClippedGradients:
         Args:
             params: the parameters of the optimizer.
             scale: 0-dim tensor that their gradients are multiplied by.
-            by: what unscales them, "block" or "GradScaler".
+            by: the caller that unscales them, "block" or "GradScaler".
         """
         if self._reader is not None:
             self._judge(by)

@@ -26,7 +26,7 @@ __all__ = ["add_names_of_apex", "base_of", "class_over"]
 
 
 class _Attached(Mixin):
-    """The methods that go before those of the optimizer's own class."""
+    """The methods that go before the methods of the optimizer's own class."""
 
     _amp_stash: Any  # the AttachedOptimizer, which is made from what is here
 
@@ -59,7 +59,7 @@ class _Attached(Mixin):
         self._amp_stash.window.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The optimizer's own; 16-bit parameters get masters if the others have them, and scaled gradients go."""
+        """Add a group; its 16-bit parameters get masters if the rest have them, and scaled gradients are dropped."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._amp_stash.window.drop_brought()
         self._amp_stash.keeper.adopt()
@@ -85,7 +85,7 @@ class _Attached(Mixin):
 
     @property
     def step_was_skipped(self) -> torch.Tensor:
-        """Whether the latest step was skipped, as a 0-dim bool tensor; only looking at its value reads the device."""
+        """Return whether the latest step was skipped, as a 0-dim bool tensor; only reading its value waits."""
         skipped: torch.Tensor = self._amp_stash.was_skipped
         return skipped
 
@@ -141,7 +141,7 @@ def class_over(base: type) -> type:
 def _with_masters(base: type) -> dict[str, Any]:
     """The public methods that an optimizer class has beside torch's: they may write to weights, as ``step`` does.
 
-    ScheduleFree has ``train`` and ``eval``, SAM ``first_step``. Those of halfstep know their masters.
+    ScheduleFree has ``train`` and ``eval``, SAM ``first_step``. Optimizers of halfstep know their masters.
     """
     names = (name for name in dir(base) if not name.startswith("_") and not hasattr(FusedOptimizer, name))
     methods = ((name, inspect.getattr_static(base, name)) for name in names)
@@ -160,7 +160,7 @@ def _in_place(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _params_for(pairs: list[tuple[torch.Tensor, torch.Tensor]], result: Any) -> Any:
-    """What a method returned, with the parameters in the places of the masters that it found in the groups."""
+    """Return the result of a method, with parameters in the places of the masters that it found in the groups."""
     params = {id(master): param for param, master in pairs}
     if params.keys().isdisjoint(map(id, tensors_in(result))):
         return result

@@ -52,9 +52,9 @@ def prepare(
     Args:
         models: changed in place; see ``prepare_model``.
         optimizers: changed in place; see ``prepare_optimizer``.
-        policy: what is held and computed in which dtype.
+        policy: the dtypes in which values are held and computed.
         fused: run torch's optimizers as fused ones where they can be.
-        verbose: whether to log skipped steps.
+        verbose: True to log skipped steps.
         options: further arguments of ``prepare_model``.
     """
     originals: dict[int, torch.Tensor] = {}
@@ -89,9 +89,9 @@ def prepare_model(
 
     Args:
         model: changed in place.
-        policy: what is held and computed in which dtype.
-        casting: what is done to ops while the model runs.
-        keep: which modules keep their dtype; None keeps BatchNorm if the policy says so.
+        policy: the dtypes in which values are held and computed.
+        casting: the casting of ops while the model runs.
+        keep: returns True for modules that keep their dtype; None keeps BatchNorm if the policy says so.
         chosen: the dtypes of single modules; see ``casting.modules.cast_module``. With fp32 weights, fp32 is the one.
         save_dtype: dtype of floating entries in ``state_dict()`` of the model; None leaves them.
         keep_originals: return the fp32 weights, and leave the gradients that are there in fp32.
@@ -154,13 +154,13 @@ def prepare_optimizer(
 
     Args:
         optimizer: a ``torch.optim.Optimizer``, or a wrapper of one, which goes on calling its ``step``.
-        policy: that of its models.
-        models: those.
-        originals: what ``prepare_model`` returned: where masters start.
+        policy: the policy of its models.
+        models: the models that it trains.
+        originals: the result of ``prepare_model``: the values at which masters start.
         fused: run Adam, AdamW, SGD, Adagrad, Muon of torch as the fused optimizers of the same arithmetic, with
             masters, where their settings allow it and there are kernels for the device.
-        own: whether an optimizer that can may keep its masters itself: not if it shares a parameter.
-        verbose: whether to log skipped steps.
+        own: True if an optimizer that can may keep its masters itself; False if it shares a parameter.
+        verbose: True to log skipped steps.
         delegates_to_outer: True if another attached optimizer contains this optimizer and sends the messages to ranks.
     """
     optimizer = bare(optimizer)
@@ -203,11 +203,11 @@ def check(
     """Refuse models and optimizers that ``prepare`` cannot bring to a policy.
 
     Args:
-        caller: whose arguments they are, for messages.
+        caller: the function that was given these arguments, for messages.
         models: the models.
         optimizers: the optimizers.
-        dtype: what the weights are to be cast to; None if they are not.
-        again: whether models may have been prepared before.
+        dtype: the dtype that the weights are to be cast to; None if they are not cast.
+        again: True if models may have been prepared before.
 
     Raises:
         UsageError: for what is in a list twice, was prepared before, or cannot be prepared as it is.
@@ -271,10 +271,10 @@ def check_state_form(caller: str, optimizers: Sequence[Any], form: StateForm, *,
     """Refuse a ``state_dtype`` for optimizers whose moments ``prepare`` cannot store so.
 
     Args:
-        caller: whose arguments they are, for messages.
+        caller: the function that was given these arguments, for messages.
         optimizers: the optimizers.
         form: the ``state_dtype``; None is for every optimizer.
-        fused: whether torch's optimizers may be fused.
+        fused: True if torch's optimizers may be fused.
 
     Raises:
         UsageError: for the first of them.
@@ -295,7 +295,7 @@ def check_state_form(caller: str, optimizers: Sequence[Any], form: StateForm, *,
 
 
 def _gains(optimizer: torch.optim.Optimizer, smaller: bool = False) -> bool:
-    """Whether an optimizer has 16-bit parameters and a fused form with masters that is faster on their device.
+    """True if an optimizer has 16-bit parameters and a fused form with masters that is faster on their device.
 
     With ``smaller`` it need not be faster.
     """

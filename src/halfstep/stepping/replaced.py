@@ -65,11 +65,11 @@ class ReplacedParameters(Subscriber):
     part that was deleted, frozen, tied, shared or given to an optimizer is none.
 
     Args:
-        models: weak references to those that the optimizer trains.
+        models: weak references to the models that the optimizer trains.
 
     Attributes:
         models: as given.
-        seen: what the latest call of ``refuse`` was given.
+        seen: the value that the latest call of ``refuse`` was given.
         new: parameters that came after the origin, and that no optimizer is known to have.
     """
 
@@ -87,7 +87,7 @@ class ReplacedParameters(Subscriber):
         torch's hooks do not see, and has none then.
 
         Args:
-            optimizer: that of the models.
+            optimizer: the optimizer of the models.
             seen: a value that says which step this is of the first ones, what was registered, and what has gradients.
 
         Raises:
@@ -167,7 +167,7 @@ def modules_in(models: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _same_place(old: str, new: str) -> bool:
-    """Whether of two modules with these parameters one is inside of the other, or they are one.
+    """True if, of two modules with these parameters, one is inside of the other, or both are the same.
 
     A layer has its new parameters where it had the old ones, or in a submodule (parametrizations, LoRA, wrappers), or
     outside of it, in a flat parameter of FSDP.
@@ -177,7 +177,7 @@ def _same_place(old: str, new: str) -> bool:
 
 
 def _in_any_optimizer() -> set[int]:
-    """Identities of the parameters of all optimizers in this process, also of those that ``amp`` has never met."""
+    """Identities of the parameters of all optimizers in this process, also of optimizers that ``amp`` has never met."""
     return {
         id(param)
         for thing in gc.get_objects()

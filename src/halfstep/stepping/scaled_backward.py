@@ -23,7 +23,8 @@ from .scaling_checks import say_without_backward
 __all__ = ["ScaledBackward", "before_unscaling", "check_loss"]
 
 before_unscaling: list[Callable[[], None]] = []
-"""Called before gradients are unscaled and scales move. One that raises leaves both as they were before the block."""
+"""Functions that are called before gradients are unscaled and scales move. One that raises leaves both as they were
+before the block."""
 
 
 def check_loss(name: str, loss: object) -> None:
@@ -46,9 +47,9 @@ class ScaledBackward:
 
     Args:
         loss: a floating tensor on any device; a 16-bit one is scaled in fp32.
-        windows: of the optimizers whose parameters get gradients.
+        windows: the windows of the optimizers whose parameters get gradients.
         scaler: the loss scale.
-        name: who asks, for the message of an error.
+        name: the name of the caller, for the message of an error.
         found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. With None a static scale of
             1.0 neither scales nor looks for inf and NaN.
         stay: True if the next pass adds to the gradients in place.
