@@ -17,7 +17,7 @@ from ..core.loss_scale import LossScaleSpec, check_loss_scale, loss_scale_text
 from ..core.oplists import OpLists
 from ..core.policy import LEVELS, Policy, check_policy, parse_level
 
-__all__ = ["ARGUMENTS", "Properties", "Recipe", "check_cast_ops", "resolve"]
+__all__ = ["ARGUMENTS", "Properties", "Resolved", "check_cast_ops", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Properties:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Resolved:
     """The policy that the arguments of ``amp.initialize`` describe, with Apex's names for it.
 
     Attributes:
@@ -95,7 +95,7 @@ class Recipe:
         return f"Opt level {name}: {LEVELS[level]}{given}.{how}"
 
 
-def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str, Any]) -> Recipe:
+def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str, Any]) -> Resolved:
     """The recipe that some arguments of ``amp.initialize`` describe.
 
     Args:
@@ -135,7 +135,7 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
             f"state_dtype={given['state_dtype']!r} is for optimizers that step on master weights, and at {level} there "
             'are none; use opt_level="O2", or give it to the optimizer: optimizers.fuse(optimizer, state_dtype=...).'
         )
-    return Recipe(half, Properties(policy, level, given=overrides), Properties(defaults, level))
+    return Resolved(half, Properties(policy, level, given=overrides), Properties(defaults, level))
 
 
 def check_cast_ops(cast_ops: Any, level: str, dtype: torch.dtype | None) -> None:
@@ -148,7 +148,7 @@ def check_cast_ops(cast_ops: Any, level: str, dtype: torch.dtype | None) -> None
         )
 
 
-def _from_policy(policy: Policy, device_half: torch.dtype, given: Mapping[str, Any]) -> Recipe:
+def _from_policy(policy: Policy, device_half: torch.dtype, given: Mapping[str, Any]) -> Resolved:
     what = "a halfstep.Policy, which Policy.from_level(level, dtype) and Policy.parse(text) make"
     check_kind("policy", policy, Policy, what)
     for name, each in ARGUMENTS.items():
@@ -163,7 +163,7 @@ def _from_policy(policy: Policy, device_half: torch.dtype, given: Mapping[str, A
     check_policy(policy)
     dtypes = (policy.compute_dtype, policy.param_dtype, policy.output_dtype)
     half = next((each for each in dtypes if each in HALF_DTYPES), None) or device_half
-    return Recipe(half, Properties.of(policy), None)
+    return Resolved(half, Properties.of(policy), None)
 
 
 # ---- the properties of a level: None, at any level, leaves what the level says

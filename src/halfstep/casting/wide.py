@@ -16,7 +16,7 @@ _OPERANDS = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "addmm": 1, "baddbmm":
 """The place of the first operand among the arguments of the ops that the kernels can compute."""
 
 
-class _Product(torch.autograd.Function):
+class _WideProduct(torch.autograd.Function):
     """A product of two matrices or batches of matrices. torch has no derivative of it (2.8 to 2.13).
 
     The backward pass has 16-bit operands too: it rounds the fp32 gradient.
@@ -53,7 +53,7 @@ def product(name: str, *args: torch.Tensor, bias: Any = None, beta: float = 1, a
     a, b = args[_OPERANDS[name] :][:2]
     if name == "linear":
         b, bias = b.mT, args[2] if len(args) > 2 else bias
-    result: torch.Tensor = _Product.apply(a if b.dim() == 3 else a.flatten(0, -2), b)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _WideProduct.apply(a if b.dim() == 3 else a.flatten(0, -2), b)  # type: ignore[no-untyped-call]
     result = result.unflatten(0, a.shape[:-1]) if a.dim() > b.dim() else result
     if _OPERANDS[name]:
         return beta * args[0] + alpha * result

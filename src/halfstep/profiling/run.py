@@ -64,7 +64,7 @@ def profile(
         if not isinstance(value, int) or value < least:
             raise ArgumentValueError(f"{name} must be a whole number of at least {least}, not {value!r}.")
     optimizers = _optimizers(optimizer)
-    recorder = Recorder(_device(device, model))
+    recorder = OpRecorder(_device(device, model))
     for number in range(warmup + steps):
         if number == warmup:
             recorder.start()
@@ -91,7 +91,7 @@ def of_run(run: Callable[[], Any], *, warmup: int = 3, steps: int = 5) -> Profil
     Returns:
         The profile; None if no optimizer took as many steps as ``warmup`` and one more.
     """
-    recorder, taken = Recorder(_device(None, None)), 0
+    recorder, taken = OpRecorder(_device(None, None)), 0
     known: list[Any] = []
 
     def stepped(optimizer: Any, *_: Any) -> None:
@@ -104,7 +104,7 @@ def of_run(run: Callable[[], Any], *, warmup: int = 3, steps: int = 5) -> Profil
         if taken > warmup:
             recorder.end()
         if taken == warmup + steps:
-            raise _Ended
+            raise _ProfileEnded
         if taken == warmup:
             recorder.start()
         if taken >= warmup:
@@ -113,7 +113,7 @@ def of_run(run: Callable[[], Any], *, warmup: int = 3, steps: int = 5) -> Profil
     handle = register_optimizer_step_post_hook(stepped)
     try:
         run()
-    except _Ended:
+    except _ProfileEnded:
         pass
     except BaseException:
         recorder.stop()
@@ -129,11 +129,11 @@ def of_run(run: Callable[[], Any], *, warmup: int = 3, steps: int = 5) -> Profil
     return recorder.profile(model, [bare(each) for each in known])
 
 
-class _Ended(BaseException):
+class _ProfileEnded(BaseException):
     """Ends a script after its last step; not an ``Exception``, which the script may catch."""
 
 
-class Recorder:
+class OpRecorder:
     """torch.profiler, with a mark around each step and at its first module.
 
     Args:

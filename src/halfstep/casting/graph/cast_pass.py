@@ -20,7 +20,7 @@ from .emulated_products import canonical_name, emulate_products, op_name
 from .grouped_casts import cast_together
 from .min_cut import fewest_casts
 
-__all__ = ["GUARD", "CastGraph", "CastRow", "cast_graph"]
+__all__ = ["GUARD", "CastGraph", "CastNode", "cast_graph"]
 
 GUARD = "halfstep_fp16_guard"
 """The key under which ``fp16_guard`` marks nodes."""
@@ -31,7 +31,7 @@ _SMALL = 2**14  # elements
 
 
 @dataclass(frozen=True)
-class CastRow:
+class CastNode:
     """The outcome for one op: its name, the dtypes of its inputs and its result, and the rule that decided."""
 
     name: str
@@ -54,7 +54,7 @@ class CastGraph:
     """
 
     module: fx.GraphModule
-    rows: list[CastRow] = field(default_factory=list)
+    rows: list[CastNode] = field(default_factory=list)
     casts_before: int = 0
     casts_after: int = 0
     half_params: frozenset[str] = frozenset()
@@ -305,7 +305,7 @@ class _CastPass:
         reads = {self.demand.get((s, node), ANY) for s in node.all_input_nodes if (s, node) in self.demand}
         wanted = next(iter(reads)) if len(reads) == 1 else ANY
         names = {HALF: dtype_name(self.half), FLOAT: "float32", ANY: "as it is"}
-        self.casting.rows.append(CastRow(node.name, name, names[wanted], names[self.label[node]], self.rule[node]))
+        self.casting.rows.append(CastNode(node.name, name, names[wanted], names[self.label[node]], self.rule[node]))
 
 
 def _val(node: fx.Node) -> Any:
