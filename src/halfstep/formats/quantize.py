@@ -74,8 +74,8 @@ def dequantize(
     Raises:
         ArgumentTypeError: if the codes have another dtype than the format's, or the scales are no pair where the format
             has one.
-        ArgumentValueError: for a format that does not exist, a size that the block does not divide, or scales that are
-            not those of the codes by their shape and kind of dtype.
+        ArgumentValueError: for a format that does not exist, a size that the block does not divide, or scales whose
+            shape or kind of dtype does not fit the codes.
     """
     format = Format.parse(format)
     check_kind("codes", codes, torch.Tensor, "a tensor")
