@@ -1,9 +1,8 @@
-"""The tests of each example in the five documents that halfstep follows, and the paths that ARCHITECTURE.md names."""
+"""The tests of each example in the five documents that halfstep follows."""
 
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -72,12 +71,3 @@ EXAMPLES = {
 def test_every_example_is_a_test(document: str, path: str) -> None:
     there = {node.name for node in ast.parse((TESTS / path).read_text()).body if isinstance(node, ast.FunctionDef)}
     assert {example: name for example, name in EXAMPLES[document, path].items() if name not in there} == {}
-
-
-def test_every_path_in_the_architecture_exists() -> None:
-    root = TESTS.parent
-    paths = re.findall(r"`([\w./-]+(?:/|\.\w{2,3}))`", (root / "ARCHITECTURE.md").read_text())
-    assert len(paths) > 40
-    assert [
-        path for path in paths if not any((start / path).exists() for start in (root, root / "src/halfstep", TESTS))
-    ] == []
