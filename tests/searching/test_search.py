@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import halfstep
 from halfstep import Guard, HalfstepError, SearchResult, amp
+from halfstep.cli.app import app
 
 from .planted import KINDS, Chain, Planted, planted, step
 
@@ -252,3 +254,47 @@ def test_a_guard_with_a_metric() -> None:
     for wrong in ({"metric": 3}, {"tolerance": -1.0}, {"runs": 0}):
         with pytest.raises(HalfstepError):
             Guard(**wrong)
+
+
+@pytest.mark.parametrize("name", ["tests.searching.test_search:healthy", f"{__file__}:healthy"])
+def test_the_command_prints_the_answer(name: str, tmp_path: Path) -> None:
+    if name.startswith("/"):
+        file = tmp_path / "case.py"
+        file.write_text("from tests.searching.test_search import healthy\n")
+        name = f"{file}:healthy"
+    files = [f"--report={tmp_path / 'a.html'}", f"--save={tmp_path / 'a.json'}"]
+    result = CliRunner().invoke(app, ["search", name, "--dtype=bfloat16", "--level=O2", *files])
+    assert result.exit_code == 0, result.output
+    assert "nothing must stay in fp32" in result.output
+    assert "search: fp32, 0 guarded runs" in result.output
+    assert SearchResult.load(tmp_path / "a.json").keep == ()
+    assert (tmp_path / "a.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such:f", "no file or module"),
+        (f"{__name__}:Batch3", "names no function"),
+        (f"{__name__}:nothing", "must return"),
+        (f"{__name__}:empty", "0 batches"),
+    ],
+)
+def test_the_command_refuses_with_one_error(name: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["search", name])
+    assert result.exit_code in (1, 2)
+    assert result.output.count("Error:") == 1
+    assert message in result.output
+
+
+def healthy() -> tuple[nn.Module, Any, list[Batch]]:
+    case = planted("cnn", 0, 0)
+    return case.model, step, case.batches
+
+
+def empty() -> tuple[nn.Module, Any, list[Batch]]:
+    return planted("cnn", 0, 0).model, step, []
+
+
+def nothing() -> None:
+    pass

@@ -21,6 +21,7 @@ SUBCOMMANDS = {
     "memory": "Bytes a parameter for every level and optimizer.",
     "doctor": "What this machine can do, or what loses precision in a script.",
     "profile": "Why a script is not faster.",
+    "search": "Which modules must stay in fp32.",
 }
 """The names and one-line help texts of subcommands. Each name is also the name of a module with a ``command``."""
 
@@ -34,6 +35,7 @@ _EXAMPLES = {
     "memory": "halfstep memory --params 7b --optimizer adamw",
     "doctor": "halfstep doctor train.py --lr 0.1",
     "profile": "halfstep profile --html profile.html train.py",
+    "search": "halfstep search train.py:setup --level O2 --report search.html",
 }
 """The last line of the help text of each subcommand."""
 

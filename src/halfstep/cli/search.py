@@ -1,0 +1,5 @@
+"""``halfstep search``, whose command is in the room of the tool."""
+
+from ..searching.command import command
+
+__all__ = ["command"]

@@ -1,0 +1,67 @@
+"""``halfstep search``: finds what must stay in fp32, for a function that makes a model, a step and batches."""
+
+from __future__ import annotations
+
+import runpy
+import shlex
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["command"]
+
+
+def _load(text: str) -> Any:
+    """Return the function that ``module:function`` names; the module may also be the path of a file."""
+    import torch
+
+    module, _, name = text.rpartition(":")
+    torch.manual_seed(0)
+    if Path(module).is_file():
+        found = runpy.run_path(module).get(name)
+    else:
+        sys.path.insert(0, "")
+        try:
+            found = getattr(import_module(module), name, None) if module else None
+        except ModuleNotFoundError as error:
+            raise click.BadParameter(f"{text!r}: there is no file or module {module!r} ({error}).") from None
+    if not callable(found):
+        raise click.BadParameter(f"{text!r} names no function; it must be MODULE:FUNCTION or FILE.PY:FUNCTION.")
+    return found
+
+
+@click.command()
+@click.argument("source", metavar="MODULE:FUNCTION")
+@click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), default="float16", help="default: float16")
+@click.option("--level", type=click.Choice(["O1", "O2"]), default="O1", help="default: O1")
+@click.option("--budget", type=click.IntRange(1), help="the largest number of guarded runs")
+@click.option("--report", metavar="FILE", help="also write a page")
+@click.option("--save", metavar="FILE", help="also write the result as JSON")
+def command(source: str, dtype: str, level: str, budget: int | None, report: str | None, save: str | None) -> None:
+    """Print which modules must stay in fp32.
+
+    FUNCTION takes no arguments and returns a model in fp32, a step of (model, batch) that returns the loss, and
+    batches. Exits with 1 if there is no answer.
+    """
+    from ..core.errors import HalfstepError
+    from .search import search
+
+    def say(stage: str, runs: int, known: str) -> None:
+        click.echo(f"search: {stage}, {runs} guarded runs, {known}", err=True)
+
+    given = _load(source)()
+    if not isinstance(given, tuple) or len(given) != 3:
+        raise click.ClickException(f"{source} must return (model, step, batches), not {type(given).__name__}.")
+    try:
+        found = search(*given, dtype=dtype, level=level, budget=budget, progress=say)
+    except HalfstepError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(str(found))
+    if save is not None:
+        found.save(save)
+    if report is not None:
+        found.report(report, shlex.join(["halfstep", "search", source, f"--dtype={dtype}", f"--level={level}"]))
+    raise SystemExit(0 if found.status == "found" else 1)
