@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from .paddle.model import Model as Model
     from .profiling import Profile as Profile
     from .profiling import profile as profile
-    from .searching import Guard as Guard
-    from .searching import SearchResult as SearchResult
-    from .searching import search as search
+    from .searching.guard import Guard as Guard
+    from .searching.result import SearchResult as SearchResult
+    from .searching.search import search as search
 
 __all__ = [
     "Diagnosis",
@@ -66,7 +66,7 @@ _HOMES = {
     "TrainStep": "amp.train_step",
     **dict.fromkeys(("DynamicLossScale", "StaticLossScale"), "core.loss_scale"),
     **dict.fromkeys(("Finding", "check", "watch"), "diagnostics.findings"),
-    **dict.fromkeys(("Guard", "SearchResult", "search"), "searching"),
+    **dict.fromkeys(("Guard", "SearchResult", "search"), "searching.search"),
     **dict.fromkeys(("Diagnosis", "diagnose"), "diagnosis"),
     **dict.fromkeys(("Profile", "profile"), "profiling"),
     "memory": "diagnostics.findings.memory",

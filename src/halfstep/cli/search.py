@@ -1,5 +1,3 @@
 """``halfstep search``, whose command is in the room of the tool."""
 
-from ..searching.command import command
-
-__all__ = ["command"]
+from ..searching.command import command as command

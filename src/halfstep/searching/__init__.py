@@ -3,9 +3,3 @@
 ``units.py`` says what can be in fp32 on its own, ``scores.py`` ranks it, ``trials.py`` runs the step on copies of the
 model, ``guard.py`` decides, and ``finder.py`` has the stages. ``search.py`` is the face, ``result.py`` the answer.
 """
-
-from .guard import Guard
-from .result import SearchResult
-from .search import search
-
-__all__ = ["Guard", "SearchResult", "search"]
