@@ -1,5 +1,3 @@
 """``halfstep parity``, whose command is in the room of the tool."""
 
-from ..parity.command import command
-
-__all__ = ["command"]
+from ..parity.command import command as command
