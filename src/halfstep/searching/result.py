@@ -84,8 +84,8 @@ class SearchResult:
     def options(self) -> dict[str, Any]:
         """The keyword arguments that bring a model to the answer: ``amp.initialize(model, **result.options)``."""
         options: dict[str, Any] = {"policy": self.policy}
-        if self.unit == "module" and self.level == "O2" and self.keep:
-            options["module_filter"] = self.module_filter
+        if self.unit == "module" and self.keep:
+            options["excluded_layers"] = list(self.keep)
         return options
 
     def apply(self, model: nn.Module) -> nn.Module:
