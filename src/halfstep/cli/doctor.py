@@ -66,14 +66,9 @@ def command(
             check_writable(html)
         later.append(functools.partial(_check, found, as_json, html))  # outside of click; see `halfstep run`
         return
-    for option, value in {
-        "--html": html,
-        "--device": device,
-        "--trust-checkpoints": trust_checkpoints,
-        "-m": module,
-    }.items():
-        if value:
-            raise click.UsageError(f"{option} goes with a SCRIPT.")
+    given = {"--html": html, "--device": device, "--trust-checkpoints": trust_checkpoints, "-m": module}
+    for option in [name for name, value in given.items() if value]:
+        raise click.UsageError(f"{option} goes with a SCRIPT.")
     import torch
 
     from .machine import describe_machine
