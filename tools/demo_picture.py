@@ -80,8 +80,8 @@ def table(results: dict[str, Any]) -> str:
     """The table of README and of the page on performance."""
     runs = results["runs"]
     lines = [
-        "| level | dtype | test accuracy | step ms | ratio to O0 | computed | final loss | held MiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| level | dtype | test accuracy | step ms | ratio to O0 | computed | final loss | held MiB | peak MiB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for run in runs:
         cells = [
@@ -93,6 +93,7 @@ def table(results: dict[str, Any]) -> str:
             run["computed"],
             f"{run['final_loss']:.4f}",
             f"{run['held_bytes'] / 2**20:.1f}",
+            f"{run['peak_bytes'] / 2**20:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
