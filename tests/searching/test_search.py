@@ -81,7 +81,7 @@ def test_the_answer_goes_into_initialize(level: str, tmp_path: Path) -> None:
     loaded = SearchResult.load(tmp_path / "search.json")
     assert (loaded.keep, loaded.scores, loaded.runs) == (result.keep, result.scores, result.runs)
     expected = step(case.model, case.batches[0]).item()
-    model = amp.initialize(loaded.apply(copy.deepcopy(case.model)), verbosity=0, **loaded.options)
+    model = amp.initialize(copy.deepcopy(case.model), verbosity=0, **loaded.options)
     found = step(model, case.batches[0]).item()
     amp.deactivate()
     assert found == pytest.approx(expected, rel=1e-3)

@@ -89,9 +89,9 @@ class SearchResult:
         return options
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Let the modules of the answer compute in fp32 at O1, where ``amp.initialize`` has no argument for it.
+        """Let the modules of the answer compute in fp32 in ``amp.auto_cast``, which has no argument for it.
 
-        Call it once, before ``amp.initialize`` or ``amp.auto_cast``. At O2, and for an answer in ops, it does nothing.
+        Call it once, at O1; for an answer in ops it does nothing. ``amp.initialize`` takes ``options`` in its place.
 
         Returns:
             The model.

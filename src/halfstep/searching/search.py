@@ -55,7 +55,7 @@ def search(
 
         result = halfstep.search(model, lambda model, batch: loss_fn(model(batch[0]), batch[1]), loader, level="O2")
         print(result)
-        model, optimizer = amp.initialize(result.apply(model), optimizer, **result.options)
+        model, optimizer = amp.initialize(model, optimizer, **result.options)
 
     All in 16 bits is tried first. If its loss is the loss of fp32, the search ends. Otherwise units are scored in one
     pass over a few batches, and 1, 2, 4, 8 ... of them are put in fp32, the highest score first, until the loss is the
