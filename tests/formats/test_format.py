@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from halfstep.core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
-from halfstep.formats import Format, dequantize, quantize
+from halfstep.formats import Format, dequantize, error, quantize
 from halfstep.formats.format import FORMATS
 from halfstep.formats.quantize import round_to
 
@@ -55,6 +55,13 @@ def given_scales(format: str, change: Callable[[Any], Any]) -> torch.Tensor:
         (lambda: quantize(X.double(), "fp8_e4m3"), ArgumentTypeError, "torch.float64 is not quantized"),
         (lambda: quantize(X.int(), "fp8_e4m3"), ArgumentTypeError, "torch.int32 is not quantized"),
         (lambda: quantize([1.0], "fp8_e4m3"), ArgumentTypeError, "must be a tensor"),  # type: ignore[arg-type]
+        (lambda: quantize(X.to_sparse(), "fp8_e4m3"), ArgumentTypeError, "layout torch.sparse_coo is not quantized"),
+        (lambda: quantize(X, "mxfp8", dim=1.0), ArgumentTypeError, "dim must be"),  # type: ignore[arg-type]
+        (lambda: quantize(X, "fp8_e4m3", dim=5), ArgumentIndexError, "dim=5 is no dimension"),
+        (lambda: quantize(X, "mxfp8", generator=3), ArgumentTypeError, "generator must be"),  # type: ignore[arg-type]
+        (lambda: error([1.0], "fp8_e4m3"), ArgumentTypeError, "must be a tensor"),  # type: ignore[arg-type]
+        (lambda: error(X.int(), "fp8_e4m3"), ArgumentTypeError, "torch.int32 is not quantized"),
+        (lambda: dequantize(*quantize(X, "fp8_e4m3"), "fp8_e4m3", dtype="fp1"), ArgumentValueError, "fp1"),
         (lambda: round_to(X, "mxint8,block=row", amax=1.0), ArgumentValueError, "amax= is for blocks that are whole"),
         (lambda: round_to(X, "fp8_e4m3", out=X[0]), ArgumentValueError, "out= must have the shape and the dtype"),
         (lambda: dequantize(X, X, "fp8_e4m3"), ArgumentTypeError, "are torch.float8_e4m3fn, not torch.float32"),
@@ -73,3 +80,11 @@ def test_a_wrong_argument_is_named(call: Callable[[], object], kind: type[Except
     with pytest.raises(kind) as raised:
         call()
     assert message in str(raised.value)
+
+
+def test_codes_scales_and_errors_have_no_gradient() -> None:
+    given = X.clone().requires_grad_()
+    codes, scales = quantize(given, "fp8_e4m3")
+    assert isinstance(scales, torch.Tensor)
+    assert [each.requires_grad for each in (codes, scales, error(given, "fp8_e4m3"))] == [False] * 3
+    assert dequantize(codes, scales, "fp8_e4m3", dtype="bf16").dtype is torch.bfloat16

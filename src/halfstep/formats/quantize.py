@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 import torch
 
 from ..core.checks import check_kind
+from ..core.dtypes import parse_dtype
 from ..core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from ..kernels.launch import backend_for
 from ..torch_internals.torch_compat import is_fake
@@ -41,11 +43,13 @@ def quantize(
         numbers. With e4m3 scales they are a pair: scales of the blocks, and the fp32 scale of the tensor.
 
     Raises:
-        ArgumentTypeError: for a dtype that is not read.
+        ArgumentTypeError: for a dtype or layout that is not read, or a ``dim`` or ``generator`` of another type.
+        ArgumentIndexError: for a dimension that the tensor does not have.
         ArgumentValueError: for a format that does not exist, or a size that the block does not divide.
     """
     format = Format.parse(format)
-    _check(tensor, format, dim)
+    _check(tensor, format, dim, generator)
+    tensor = tensor.detach()  # codes have no gradient
     blocks = _blocked(tensor, format, dim).float()
     stored, inverse, _, of_tensor = _scales(blocks, format, None)
     rounded = _rounded(blocks, inverse, tensor, format, dim, _seed(format, tensor, generator))
@@ -60,7 +64,7 @@ def dequantize(
     format: Format | str,
     *,
     dim: int = -1,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
 ) -> torch.Tensor:
     """Compute the numbers that codes and scales stand for: fp32 products of both, rounded once to ``dtype``.
 
@@ -69,7 +73,7 @@ def dequantize(
         scales: the second result of ``quantize``.
         format: the format of both.
         dim: the dimension along which blocks lie.
-        dtype: the dtype of the result.
+        dtype: the dtype of the result, or its name.
 
     Raises:
         ArgumentTypeError: if the codes have another dtype than the format's, or the scales are no pair where the format
@@ -77,7 +81,7 @@ def dequantize(
         ArgumentValueError: for a format that does not exist, a size that the block does not divide, or scales whose
             shape or kind of dtype does not fit the codes.
     """
-    format = Format.parse(format)
+    format, dtype = Format.parse(format), parse_dtype(dtype)
     check_kind("codes", codes, torch.Tensor, "a tensor")
     if codes.dtype is not format.numbers.dtype:
         raise ArgumentTypeError(
@@ -132,7 +136,7 @@ def round_to(
             another block, or an ``out`` of another shape or dtype.
     """
     format = Format.parse(format)
-    _check(tensor, format, dim)
+    _check(tensor, format, dim, generator)
     if amax is not None and format.block != "tensor":
         raise ArgumentValueError(
             f"amax= is for blocks that are whole tensors, and {format} has blocks of {format.block}; leave amax out."
@@ -175,7 +179,8 @@ def error(tensor: torch.Tensor, format: Format | str, *, dim: int = -1) -> torch
         ArgumentValueError: for a format that does not exist, or a size that the block does not divide.
     """
     format = Format.parse(format)
-    exact = tensor.float()
+    _check(tensor, format, dim)
+    exact = tensor.detach().float()
     signal, noise = exact.double(), (exact - round_to(exact, format, dim=dim)).double()
     over = _block_dims(format, tensor.dim())
     ratios = [_blocked(part, format, dim).square().sum(over, keepdim=True) for part in (signal, noise)]
@@ -183,8 +188,11 @@ def error(tensor: torch.Tensor, format: Format | str, *, dim: int = -1) -> torch
     return _squeezed(decibels, format, dim).float()
 
 
-def _check(tensor: torch.Tensor, format: Format, dim: int) -> None:
+def _check(tensor: torch.Tensor, format: Format, dim: int, generator: torch.Generator | None = None) -> None:
     check_kind("tensor", tensor, torch.Tensor, "a tensor")
+    check_kind("generator", generator, (torch.Generator, NoneType), "a torch.Generator or None")
+    if tensor.layout is not torch.strided:
+        raise ArgumentTypeError(f"A tensor of layout {tensor.layout} is not quantized; pass a dense one: x.to_dense().")
     if tensor.dtype not in _DTYPES:
         raise ArgumentTypeError(
             f"{tensor.dtype} is not quantized; pass a tensor in float32, bfloat16 or float16: tensor.float()."
@@ -193,9 +201,8 @@ def _check(tensor: torch.Tensor, format: Format, dim: int) -> None:
 
 
 def _check_sizes(tensor: torch.Tensor, format: Format, dim: int) -> None:
-    if format.block == "tensor":
-        return
-    if not -tensor.dim() <= dim < tensor.dim():
+    check_kind("dim", dim, int, "an integer")
+    if not -tensor.dim() <= dim < tensor.dim() and (tensor.dim() or format.block != "tensor"):
         raise ArgumentIndexError(f"dim={dim} is no dimension of a tensor of shape {tuple(tensor.shape)}.")
     if (sides := format.sides) is None:
         return
