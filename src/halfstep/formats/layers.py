@@ -26,6 +26,7 @@ from ..core.errors import UsageError
 from ..kernels.shards import is_sharded
 from ..torch_internals.compiler_compat import traced_as_constant
 from ..torch_internals.subclasses import Mixin, subclass_with, superclass_of
+from ..torch_internals.torch_compat import hook_tables
 from .products import Amax, linear
 from .recipe import Passes, Products, Recipe
 
@@ -145,14 +146,15 @@ def mark(module: nn.Module, recipe: Recipe | None) -> None:
         amax = Amax() if recipe.amax == "delayed" else None
         recipe = recipe.replace(layers="all") if callable(recipe.layers) else recipe  # a layer is pickled with it
         vars(module)["_products"] = Marked(recipe, recipe.products, amax)
-        if _called not in module._forward_pre_hooks.values():
+        if _called not in hook_tables(module)[0].values():
             module.register_forward_pre_hook(_called)
     elif isinstance(module, _Rounded):
         if "forward" not in vars(module):  # somebody has wrapped ours
             object.__setattr__(module, "__class__", superclass_of(type(module), _Rounded))
         vars(module).pop("_products", None)  # the class stays if others have made one of it, as FSDP2 does
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _called]:
-            del module._forward_pre_hooks[key]
+        hooks = hook_tables(module)[0]
+        for key in [key for key, hook in hooks.items() if hook is _called]:
+            del hooks[key]
 
 
 def recipe_of(module: nn.Module) -> Recipe | None:
