@@ -178,6 +178,7 @@ def test_a_row_in_a_batch() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler imports what it deprecates
 def test_compiled_code() -> None:
+    torch.compiler.reset()  # after many models of a class torch compiles no more, and runs them eagerly
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8), nn.Softmax(-1)).bfloat16()
     first = parity(model, torch.compile(model), X.bfloat16()).first
     assert first is not None
