@@ -52,8 +52,8 @@ def give_up(error: Exception) -> None:
     if not _gave_up:
         _gave_up = True
         logger.warning(
-            "%s cannot build a library here (%s): fused optimizers on the CPU run on torch's own steps, slower and "
-            "with other roundings.",
+            "%s cannot build a library here (%s): fused optimizers and number formats on the CPU run on torch's own "
+            "ops, slower, and the optimizers with other roundings.",
             _compiler(),
             _first_line(error),
         )
