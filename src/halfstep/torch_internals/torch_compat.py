@@ -235,9 +235,10 @@ def module_hooks(module: torch.nn.Module) -> int:
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """List the hooks on the gradient of a leaf."""
+    """List the hooks on the gradient of a leaf, without those that only choose its dtype (``parameters.table``)."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return [*(tensor._backward_hooks or {}).values(), *(after or {}).values()]
+    hooks = [*(tensor._backward_hooks or {}).values(), *(after or {}).values()]
+    return [hook for hook in hooks if getattr(hook, "__module__", None) != "halfstep.parameters.table"]
 
 
 def node_sequence_number(node: Any) -> int:
