@@ -72,7 +72,6 @@ def initialize(
     cast_ops: bool | None = None,
     state_dtype: StateForm | str = None,
     products: Any = None,
-    master_grad: bool = False,
 ) -> Any:
     """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
 
@@ -145,8 +144,6 @@ def initialize(
             optimizers that were not made with another; None leaves them at fp32.
         products: a ``halfstep.formats.Recipe``, or the name of one such as "mxfp8": linear layers multiply operands of
             eight bits and fewer, at any level. ``amp.set_products`` says which layers, and changes them later.
-        master_grad: whether gradients of weights with masters are fp32 after every block. With False those of bfloat16
-            weights stay in bfloat16 where one pass, without a loss scale, has computed them.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -172,7 +169,6 @@ def initialize(
     policy, half = recipe.options.policy, recipe.half
     check_count("num_losses", num_losses)
     check_flag("fused", fused)
-    check_flag("master_grad", master_grad)
     check_kind("verbosity", verbosity, int, "0, 1 or 2")
     check_emulate(emulate)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
@@ -211,7 +207,6 @@ def initialize(
         verbose=verbosity > 0,
     ):
         attached.session = session
-        attached.keeper.table.always_fp32 = master_grad
         if not all(scaler.neutral for scaler in scalers):
             attached.window.subscribers.append(ForgottenScale(policy.compute_dtype is torch.float16))
     if policy.casts_ops or policy.cast_ops:

@@ -116,6 +116,14 @@ class FusedOptimizer(FusedState):
         """
         raise NotImplementedError
 
+    @property
+    def checks_gradients(self) -> bool:
+        """True if a step that is given ``found_inf`` looks for inf and NaN itself, and notes in it what it finds.
+
+        A step that clips does so, because it reads the norm of the gradients.
+        """
+        return self.options.max_grad_norm is not None
+
     # ---- what a user calls
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

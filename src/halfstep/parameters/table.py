@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
-from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..core.dtypes import HALF_DTYPES
 from ..kernels.shards import ORDINARY, is_sharded
-from ..torch_internals.torch_compat import HAS_GRAD_DTYPE
 
 __all__ = [
     "REDUCTIONS",
@@ -144,9 +142,6 @@ class Slot:
         group: the place of its group in ``param_groups``.
         grad: the record of its gradient.
         fp32: True if its gradient is to be fp32 although backward passes compute it in 16 bits.
-        narrow: True, as the handle of ``add_up_in_fp32``, if the gradient of a pass in a block stays in the bfloat16
-            that the pass computes it in, unless a loss scale or another gradient makes it fp32; else False. None until
-            ``find_narrow`` has found it.
         reduced: True if ranks reduce its gradient, in a wrapper's bucket or because it is sharded. Buckets and shards
             take gradients of the parameter's own dtype only.
         since: the generation of the table with which the parameter came to the optimizer.
@@ -159,7 +154,6 @@ class Slot:
     group: int
     grad: GradRecord
     fp32: bool = False
-    narrow: Any = None
     reduced: bool = False
     since: int = 0
     master: Master | None = None
@@ -177,7 +171,6 @@ class OptimizerTable:
     Attributes:
         optimizer: a weak reference to the optimizer.
         fp32_grads: True if gradients of 16-bit parameters are to be fp32, because the parameters have masters.
-        always_fp32: True if no block leaves any of them in bfloat16; see ``Slot.narrow``.
         new_master: makes the master of a 16-bit parameter that has none yet; None if it is to have none.
         slots: the rows, in the order of the groups.
         params: the parameters of the rows.
@@ -196,7 +189,6 @@ class OptimizerTable:
     generation: int = 0
     reduces: bool = False
     frozen: bool = False
-    always_fp32: bool = False
     _by_id: dict[int, Slot] = field(default_factory=dict)
     _gone: MutableMapping[torch.Tensor, Master] = field(default_factory=WeakIdKeyDictionary)
     _kinds: list[Any] = field(default_factory=list)
@@ -254,8 +246,6 @@ class OptimizerTable:
                     slot = Slot(param, group, record_of(param), since=generation, master=master)
                 slot.group, slot.reduced = group, id(param) in reduced
                 slot.fp32 = self.fp32_grads and param.dtype in HALF_DTYPES
-                # Ranks take gradients of the parameter's dtype. Any other may have one in bfloat16 to add up.
-                slot.narrow = None if slot.reduced or not slot.fp32 else slot.narrow or None
                 if slot.master is None and self.new_master is not None and param.dtype in HALF_DTYPES:
                     slot.master = self.new_master(param)
                 slots.append(slot)
@@ -267,19 +257,6 @@ class OptimizerTable:
         self._kinds, self._wrappers, self.reduces = kinds, list(REDUCTIONS), bool(reduced)
         self.generation = generation
         return slots
-
-    def find_narrow(self, used_once: Collection[int]) -> None:
-        """Find the gradients that stay in bfloat16, for this generation.
-
-        Args:
-            used_once: identities of the parameters that a pass uses in one place. Where it uses one in several, or not
-                at all, its gradient is fp32: autograd adds up the gradients of the places in the dtype that it
-                delivers, and a sum in bfloat16 is rounded at each of them.
-        """
-        for slot in self.slots:
-            found = slot.fp32 and not slot.reduced and slot.param.dtype is torch.bfloat16 and HAS_GRAD_DTYPE
-            found = found and not self.always_fp32 and id(slot.param) in used_once
-            slot.narrow = found and (slot.narrow or add_up_in_fp32(slot.param))
 
     def find(self, param: torch.Tensor) -> Slot | None:
         """The row of a parameter; None if it has none."""
@@ -293,32 +270,6 @@ class OptimizerTable:
     def halves(self) -> list[torch.Tensor]:
         """The parameters of 16 bits."""
         return [param for param in self.params if param.dtype in HALF_DTYPES]
-
-
-def add_up_in_fp32(param: torch.Tensor) -> RemovableHandle:
-    """Make the bfloat16 gradient of a parameter fp32 before a backward pass adds to it, whoever runs the pass.
-
-    Torch adds up in the dtype of the gradient that is there, and changes no ``grad_dtype`` beside a gradient. A hook on
-    a leaf runs before autograd adds, when the gradient of the pass is complete. It keeps nothing alive, and goes with
-    the handle, so nothing stays on a parameter that has left its optimizer.
-
-    Returns:
-        Whoever drops it removes the hook.
-    """
-    ref = weakref.ref(param)  # as Python calls it fastest; the row, which has the handle, keeps the parameter
-
-    @unserializable_hook  # type: ignore[untyped-decorator]
-    def widen_before_sum(_: torch.Tensor) -> None:
-        owner: torch.Tensor | None = ref()
-        grad = None if owner is None else owner.grad
-        if owner is not None and grad is not None and grad.dtype is torch.bfloat16:
-            owner.grad, owner.grad_dtype = None, torch.float32
-            owner.grad = grad.float()
-
-    handle: RemovableHandle = param.register_hook(widen_before_sum)
-    hooks: Any = param._backward_hooks
-    weakref.finalize(handle, hooks.pop, handle.id, None).atexit = False
-    return handle
 
 
 def reduced_params(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -235,10 +235,9 @@ def module_hooks(module: torch.nn.Module) -> int:
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """List the hooks on the gradient of a leaf, without those that only choose its dtype (``parameters.table``)."""
+    """List the hooks on the gradient of a leaf."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    hooks = [*(tensor._backward_hooks or {}).values(), *(after or {}).values()]
-    return [hook for hook in hooks if getattr(hook, "__module__", None) != "halfstep.parameters.table"]
+    return [*(tensor._backward_hooks or {}).values(), *(after or {}).values()]
 
 
 def node_sequence_number(node: Any) -> int:
