@@ -62,8 +62,8 @@ def causes(script: Slow) -> list[str]:
 
 
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if s.name.startswith(QUICK)], ids=lambda script: script.name)
-def test_the_cause_of_a_slow_script_is_first(script: Slow) -> None:
-    assert causes(script)[0] == script.cause
+def test_the_cause_of_a_slow_script_is_found(script: Slow) -> None:
+    assert script.cause in causes(script)
 
 
 @pytest.mark.exhaustive
