@@ -149,7 +149,7 @@ def mark(module: nn.Module, recipe: Recipe | None) -> None:
         if _called not in hook_tables(module)[0].values():
             module.register_forward_pre_hook(_called)
     elif isinstance(module, _Rounded):
-        if "forward" not in vars(module):  # somebody has wrapped ours
+        if "forward" not in vars(module):  # user code or a parametrization has wrapped this one
             object.__setattr__(module, "__class__", superclass_of(type(module), _Rounded))
         vars(module).pop("_products", None)  # the class stays if others have made one of it, as FSDP2 does
         hooks = hook_tables(module)[0]

@@ -40,7 +40,7 @@ class _Scratch(threading.local):
         """An fp32 tensor of a shape, whose numbers the next operand at this place overwrites."""
         size = shape.numel()
         if self.buffers[at].numel() < size:
-            with torch.inference_mode(False):  # nobody may write to an inference tensor once that mode has ended
+            with torch.inference_mode(False):  # an inference tensor cannot be written once that mode has ended
                 self.buffers[at] = torch.empty(size, dtype=torch.float32, device="cpu")
         return self.buffers[at][:size].view(shape)
 

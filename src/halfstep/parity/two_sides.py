@@ -46,7 +46,7 @@ def parity(a: Side, b: Side, inputs: Any = None, *, reference: str | None = "flo
     ``__self__``, or names in its closure or globals. A side runs two times: to find the place, and
     to keep the tensors there; the first side once more for the reference.
 
-    Ops inside of compiled code cannot be observed. A compiled side therefore runs its graph eagerly, op by op as any
+    Ops inside compiled code cannot be observed. A compiled side therefore runs its graph eagerly, op by op as any
     other side, and once as compiled, where only what it returns is compared. If the eager ops agree and the compiled
     output does not, the graph runs once more with the roundings of its pointwise ops left out, as compilers do between
     ops that they fuse. ``first.note`` says how much of the difference this explains.

@@ -82,7 +82,7 @@ class Work:
         count: the largest number of elements that it reads.
         bytes: the bytes that it reads and writes.
         product: the sizes, if it is a product with known shapes.
-        zeroes: True if it sets gradients to zero outside of a backward pass.
+        zeroes: True if it sets gradients to zero outside a backward pass.
         whole: the call of which it is a part: several kernels may do one product.
     """
 

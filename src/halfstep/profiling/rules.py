@@ -177,7 +177,7 @@ def misaligned(account: Account) -> Iterator[Cause]:
 
 
 def fp32_products(account: Account) -> Iterator[Cause]:
-    """HS205: products in float32 inside of a model of 16 bits, which miss its units."""
+    """HS205: products in float32 inside a model of 16 bits, which miss its units."""
     wide = [each for each in _products(account) if each.dtype == "float32"]
     narrow = _half(account)
     if wide and narrow and not _emulated(account):

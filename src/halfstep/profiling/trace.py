@@ -192,7 +192,7 @@ def trace_of(events: Sequence[dict[str, Any]], chip: str = "") -> Trace:
         if each.get("cat") in _HOST:
             call = _call(each, seen)
             (trace.marks if call.mark else trace.calls).append(call)
-            if call.name != STEP:  # the step of a script begins and ends inside of a step of its optimizer
+            if call.name != STEP:  # the step of a script begins and ends inside a step of its optimizer
                 by_thread.setdefault((each["pid"], each["tid"]), []).append(call)
             by_id.setdefault(each.get("args", {}).get("External id", call), call)
     for calls in by_thread.values():
@@ -261,7 +261,7 @@ def _innermost(calls: Sequence[Call], launched: Sequence[dict[str, Any]]) -> lis
 
 
 def _nest(calls: Sequence[Call]) -> list[Piece]:
-    """Set the parents of the calls of a thread; return the time of each op in which no op inside of it runs."""
+    """Set the parents of the calls of a thread; return the time of each op in which no op inside it runs."""
     pieces: list[Piece] = []
     running: list[Call] = []
     at = 0.0

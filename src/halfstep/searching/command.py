@@ -63,5 +63,6 @@ def command(source: str, dtype: str, level: str, budget: int | None, report: str
     if save is not None:
         found.save(save)
     if report is not None:
-        found.report(report, shlex.join(["halfstep", "search", source, f"--dtype={dtype}", f"--level={level}"]))
+        limit = [] if budget is None else [f"--budget={budget}"]
+        found.report(report, shlex.join(["halfstep", "search", source, f"--dtype={dtype}", f"--level={level}", *limit]))
     raise SystemExit(0 if found.status == "found" else 1)

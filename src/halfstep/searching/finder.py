@@ -76,7 +76,7 @@ class Finder:
         while not self.test(order[:size]):
             if size == len(order):
                 raise CannotError(
-                    "with all units in fp32 the loss is still another one. What the model computes outside of its "
+                    "with all units in fp32 the loss still differs. What the model computes outside its "
                     'modules may be the cause: unit="op" finds it, or give it a module of its own.'
                 )
             size = min(2 * size, len(order))

@@ -77,7 +77,7 @@ def search(
         score_batches: the number of batches that are scored, and that a guarded run takes.
         budget: the largest number of guarded runs; None for no limit.
         keep: units that stay in fp32 in any case, as names or patterns of ``fnmatch``.
-        checkpoint: a file in which scores and guarded runs are kept; a search that finds it goes on from there.
+        checkpoint: a file in which scores and guarded runs are kept; a search that finds the file continues from it.
         progress: True to log each stage and each guarded run; or a function called with the stage, the number of
             guarded runs and what is known.
 
@@ -123,7 +123,7 @@ def search(
         try:
             found = finder.find()
         except KeyboardInterrupt:
-            status, why = "interrupted", "Ctrl-C has ended it; a search with the same checkpoint= goes on from there."
+            status, why = "interrupted", "Ctrl-C has ended it; a search with the same checkpoint= continues from there."
         except CannotError as no:
             status, why = "cannot", str(no)
         if status != "found":
@@ -199,7 +199,7 @@ def _watch(model: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any) 
     if not seen.called:
         raise UsageError("step did not call the model that it was given: use its argument, as search passes copies.")
     if loss.grad_fn is None:
-        raise UsageError("The loss of step has no gradient: it must come from the model, outside of torch.no_grad().")
+        raise UsageError("The loss of step has no gradient: it must come from the model, outside torch.no_grad().")
     root = type(copy).__name__
     counts = {name.removeprefix(f"{root}."): sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
     return seen, counts

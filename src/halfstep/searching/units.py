@@ -31,7 +31,7 @@ class Seen:
 
     Attributes:
         called: the names of the modules that ran, in the order of their first calls.
-        own: the canonical names of the functions that each module called outside of its submodules.
+        own: the canonical names of the functions that each module called outside its submodules.
         largest: the largest absolute number that each module read or gave.
     """
 
