@@ -85,6 +85,8 @@ def test_the_answer_goes_into_initialize(level: str, tmp_path: Path) -> None:
     found = step(model, case.batches[0]).item()
     amp.deactivate()
     assert found == pytest.approx(expected, rel=1e-3)
+    wide = {name for name, module in case.model.named_modules() if loaded.module_filter(module, name)}
+    assert wide >= case.faults == {name for name in wide if name.rpartition(".")[0] not in wide}
 
 
 class Exploding(nn.Module):
