@@ -26,7 +26,7 @@ from halfstep import __version__, amp
 from halfstep.cli import demo
 from halfstep.cli.app import SUBCOMMANDS, app
 from halfstep.cli.demo import report, training
-from halfstep.cli.demo.training import EPOCH_STEPS, LOSS_SCALE, Run, Settings
+from halfstep.cli.demo.training import EPOCH_STEPS, LOSS_SCALE, DemoRun, DemoSettings
 from halfstep.core import hardware
 from halfstep.core.text import install_line
 from tests.numerics.test_report import Reader
@@ -135,7 +135,7 @@ def test_each_epoch_is_one_line_in_a_pipe(demo_output: tuple[str, str]) -> None:
 
 
 def test_times_of_a_busy_machine_do_not_cut_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    busy = Run("O2", torch.bfloat16, torch.nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)]), [1e-4], [2.0**21])
+    busy = DemoRun("O2", torch.bfloat16, torch.nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)]), [1e-4], [2.0**21])
     busy.step_seconds, busy.steps_skipped = [111.1, 0.1] * 20, 1009
     demo._print_table(Console(width=80), [busy], CPU)
     printed = capsys.readouterr().out
@@ -162,7 +162,7 @@ def test_one_level_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("times", "busy"), [([1.0, 1.02] * 20, False), ([1.0, 1.0, 2.0, 2.0] * 10, True)])
 def test_times_that_are_not_to_be_trusted(times: list[float], busy: bool) -> None:
     runs = [
-        Run(
+        DemoRun(
             "O0",
             torch.float32,
             torch.nn.Linear(1, 1),
@@ -202,7 +202,7 @@ def test_a_machine_without_units_is_told_so_and_trains_at_full_width(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(hardware, "cpu_units", lambda dtype: [])
-    seen: list[Settings] = []
+    seen: list[DemoSettings] = []
     real = training.train
     monkeypatch.setattr(training, "train", lambda settings, *rest: seen.append(settings) or real(settings, *rest))
     text = run("demo", "--device", "cpu", "--levels", "O0", "--epochs", "1", "--out", str(tmp_path))
@@ -212,9 +212,9 @@ def test_a_machine_without_units_is_told_so_and_trains_at_full_width(
     assert "no bfloat16 units" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def short_run(level: str = "O2", dtype: torch.dtype = torch.float16) -> Run:
+def short_run(level: str = "O2", dtype: torch.dtype = torch.float16) -> DemoRun:
     model = torch.nn.Linear(2, 2)
-    result = Run(level, dtype, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    result = DemoRun(level, dtype, model, torch.optim.SGD(model.parameters(), lr=0.1))
     result.losses = [2.0, float("nan"), *[1.0] * (EPOCH_STEPS - 2)]
     result.loss_scales = [65536.0, 32768.0, *[32768.0] * (EPOCH_STEPS - 2)]
     result.step_seconds = [0.002] * EPOCH_STEPS
@@ -228,7 +228,7 @@ def test_skipped_steps_and_a_moving_scale_are_told(tmp_path: Path) -> None:
     assert told["loss scale"] == "2^15"
     assert told["steps skipped"] == "1"
     assert told["step ms"] == "2.0±0.0"
-    settings = Settings(["O2"], CPU, torch.float16, epochs=1)
+    settings = DemoSettings(["O2"], CPU, torch.float16, epochs=1)
     report.write_report(tmp_path / "r.html", [short_run()], settings, ["a <note>"])
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "halves at each overflow" in page
@@ -240,7 +240,7 @@ def test_skipped_steps_and_a_moving_scale_are_told(tmp_path: Path) -> None:
 
 def test_what_is_emulated_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [short_run("O0", torch.float32), short_run(dtype=torch.bfloat16), short_run()]
-    settings = Settings(["O0", "O2"], CPU, torch.bfloat16, epochs=1, beside=torch.float16)
+    settings = DemoSettings(["O0", "O2"], CPU, torch.bfloat16, epochs=1, beside=torch.float16)
     for units, computed in (([], ["fp32", "emulated", "emulated"]), (["amx"], ["fp32", "units", "emulated"])):
         monkeypatch.setattr(hardware, "cpu_units", lambda dtype, units=units: units)
         header, rows = report.summarize(runs, CPU)
@@ -259,7 +259,7 @@ def test_a_logarithmic_axis_has_few_labels(low: float, high: float, shown: list[
 
 @pytest.mark.exhaustive
 def test_levels_of_one_seed_start_alike_and_see_the_same_data() -> None:
-    settings = Settings(LEVELS, CPU, torch.bfloat16, epochs=1, width=8)
+    settings = DemoSettings(LEVELS, CPU, torch.bfloat16, epochs=1, width=8)
     runs = training.train(settings)
     again = training.train(settings)
     for one, other in zip(runs, again, strict=True):
@@ -274,7 +274,7 @@ def test_levels_of_one_seed_start_alike_and_see_the_same_data() -> None:
 def test_16_bit_levels_learn_as_well_as_fp32() -> None:
     accuracy: dict[str, list[float]] = {"O0": [], "O1": [], "O2": []}
     for seed in range(2):
-        for result in training.train(Settings(list(accuracy), CPU, torch.bfloat16, epochs=4, seed=seed, width=24)):
+        for result in training.train(DemoSettings(list(accuracy), CPU, torch.bfloat16, epochs=4, seed=seed, width=24)):
             accuracy[result.level].append(100 * result.test_accuracy)
     mean = {level: statistics.fmean(values) for level, values in accuracy.items()}
     assert mean["O0"] > 95

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity
 import halfstep
 from halfstep import amp
 from halfstep.profiling import Profile
-from halfstep.profiling.accounts import Account, Settings
+from halfstep.profiling.accounts import Account, RunSettings
 from halfstep.profiling.machine import CHIPS
 from halfstep.profiling.ops import KINDS
 from halfstep.profiling.rules import RULES
@@ -151,7 +151,7 @@ def launched(op: str, number: int, start: float, end: float, dtype: str = "float
 
 
 def account(*events: list[dict[str, Any]], **settings: Any) -> Account:
-    return Account(trace_of([each for one in events for each in one]), CHIPS["A100"], Settings(**settings))
+    return Account(trace_of([each for one in events for each in one]), CHIPS["A100"], RunSettings(**settings))
 
 
 def test_what_runs_at_the_same_time_counts_once() -> None:

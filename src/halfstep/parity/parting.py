@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..core.oplists.tables import words
 from ..diagnostics.numerics.linked_rows import LinkedRow
 from ..diagnostics.observe.names import canonical
-from .recorded import Run
+from .recorded import SideRun
 
 __all__ = ["PRODUCTS", "Parting", "is_same", "part"]
 
@@ -93,7 +93,7 @@ class _Side:
         sums: the number of products and sums among them.
     """
 
-    def __init__(self, run: Run, other: Run) -> None:
+    def __init__(self, run: SideRun, other: SideRun) -> None:
         there = {_bits(other.rows[i]) for i in _reached(other, other.outputs)}
         differ = [i for i, j in zip(run.outputs, other.outputs, strict=True) if not is_same(run.rows[i], other.rows[j])]
         found = _reached(run, differ, lambda i: i in run.outputs or _bits(run.rows[i]) not in there)
@@ -131,7 +131,7 @@ class _Side:
         return next((i for i, row in reversed(list(enumerate(self.rows))) if _bits(row) in begins), self.ops[0])
 
 
-def _reached(run: Run, ends: Sequence[int], wanted: Callable[[int], bool] = lambda _: True) -> list[int]:
+def _reached(run: SideRun, ends: Sequence[int], wanted: Callable[[int], bool] = lambda _: True) -> list[int]:
     """List the wanted rows from which the ends were computed, by way of wanted rows, in order."""
     found: set[int] = set()
     left = list(ends)
@@ -143,7 +143,7 @@ def _reached(run: Run, ends: Sequence[int], wanted: Callable[[int], bool] = lamb
     return sorted(found)
 
 
-def part(run: Run, other: Run) -> Parting | None:
+def part(run: SideRun, other: SideRun) -> Parting | None:
     """Find where two runs part; None if what they return is equal bit for bit."""
     a, b = _Side(run, other), _Side(other, run)
     if not a.ops or not b.ops:

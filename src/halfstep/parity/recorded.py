@@ -26,7 +26,7 @@ from ..diagnostics.observe.watch import CallWatch
 from ..torch_internals.compiler_compat import compiled_from
 from ..torch_internals.torch_compat import TorchDispatchMode, buffers_of, parameters_of, tree_flatten, tree_unflatten
 
-__all__ = ["OUTPUT", "Run", "Wide", "run"]
+__all__ = ["OUTPUT", "SideRun", "Wide", "run"]
 
 OUTPUT = "(output)"
 """The name for what a side returns."""
@@ -50,7 +50,7 @@ class BitRecorder(Recorder):
             row, whose shapes tell where the batch is; None looks at all.
     """
 
-    def __init__(self, keep: Collection[int] = (), batch: tuple[int, Run] | None = None) -> None:
+    def __init__(self, keep: Collection[int] = (), batch: tuple[int, SideRun] | None = None) -> None:
         super().__init__(_SAMPLES, torch.float64)
         self.facts: dict[int, Facts] = {}
         self.kept: dict[int, torch.Tensor] = {}
@@ -120,7 +120,7 @@ class Wide(TorchDispatchMode):
 
 
 @dataclass
-class Run:
+class SideRun:
     """A recorded side.
 
     Attributes:
@@ -137,7 +137,7 @@ class Run:
     facts: dict[int, Facts]
     outputs: list[int]
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    again: Callable[..., Run] | None = None
+    again: Callable[..., SideRun] | None = None
 
     def save(self, path: str | Path) -> None:
         """Save the run, to compare it in another process. The file has samples and digests, no whole tensors.
@@ -150,7 +150,7 @@ class Run:
             torch.save((_FORMAT, self.name, rows, self.facts, self.outputs), file)
 
     @staticmethod
-    def load(path: str | Path) -> Run:
+    def load(path: str | Path) -> SideRun:
         """Load a saved run.
 
         Raises:
@@ -163,7 +163,7 @@ class Run:
         if not isinstance(saved, tuple) or saved[0] != _FORMAT:
             raise ArgumentValueError(f"{path} is no saved run. parity.record(model, inputs).save(path) writes one.")
         _, name, rows, facts, outputs = saved
-        return Run(name, [LinkedRow(**row) for row in rows], facts, outputs)
+        return SideRun(name, [LinkedRow(**row) for row in rows], facts, outputs)
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -188,7 +188,7 @@ def _models_in(side: Callable[..., Any]) -> list[nn.Module]:
 
 def run(
     name: str, side: Any, inputs: Any, keep: Any = (), batch: Any = None, below: Any = nullcontext, watched: bool = True
-) -> Run:
+) -> SideRun:
     """Run one side, recorded, from the same random state as the other.
 
     Weights, buffers, gradients and random state are as before afterwards.
@@ -224,7 +224,7 @@ def run(
     if names is None:
         _strip(recorder.rows)
     again = functools.partial(run, name, side, inputs, batch=batch)
-    return Run(name, recorder.rows, recorder.facts, outputs, recorder.kept, again)
+    return SideRun(name, recorder.rows, recorder.facts, outputs, recorder.kept, again)
 
 
 def _strip(rows: list[LinkedRow]) -> None:

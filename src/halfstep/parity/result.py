@@ -9,7 +9,7 @@ from ..core.text import counted
 from ..diagnostics.numerics.text import aligned
 from ..diagnostics.pages import facts, header, made_by, note, section, small, table, write_page
 
-__all__ = ["KINDS", "Difference", "Op", "Parity"]
+__all__ = ["KINDS", "Difference", "OpDifference", "Parity"]
 
 KINDS = {
     "inputs": "the two sides were given different weights or inputs",
@@ -68,7 +68,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Op:
+class OpDifference:
     """An op of both sides.
 
     Attributes:
@@ -99,7 +99,7 @@ class Parity:
 
     names: tuple[str, str]
     first: Difference | None
-    ops: list[Op] = field(default_factory=list)
+    ops: list[OpDifference] = field(default_factory=list)
     alone: int = 0
 
     def __bool__(self) -> bool:
@@ -146,6 +146,6 @@ class Parity:
         return {name: text for name, text in known.items() if text}
 
 
-def _cells(op: Op) -> list[str]:
+def _cells(op: OpDifference) -> list[str]:
     dtypes = op.dtypes[0] if op.dtypes[0] == op.dtypes[1] else " ".join(op.dtypes)
     return [op.module, op.op, f"{op.ulps:.3g}", "differ" if op.inputs_differed else "equal", dtypes]

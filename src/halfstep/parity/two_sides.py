@@ -19,12 +19,12 @@ from ..torch_internals.compiler_compat import compiled_from
 from ..torch_internals.torch_compat import tree_flatten, tree_unflatten
 from .compiled import Fused, is_compiled
 from .parting import Parting, is_same, part
-from .recorded import OUTPUT, Run, Wide, run
-from .result import Difference, Op, Parity
+from .recorded import OUTPUT, SideRun, Wide, run
+from .result import Difference, OpDifference, Parity
 
 __all__ = ["batch_invariance", "parity", "record"]
 
-Side = Callable[..., Any] | Run | str | Path
+Side = Callable[..., Any] | SideRun | str | Path
 
 
 def parity(a: Side, b: Side, inputs: Any = None, *, reference: str | None = "float64") -> Parity:
@@ -67,19 +67,19 @@ def parity(a: Side, b: Side, inputs: Any = None, *, reference: str | None = "flo
     """
     if reference not in ("float64", None):
         raise ArgumentValueError(f"reference={reference!r} must be 'float64' or None.")
-    sides = [Run.load(side) if isinstance(side, (str, Path)) else side for side in (a, b)]
-    if wrong := [side for side in sides if not (isinstance(side, Run) or callable(side))]:
+    sides = [SideRun.load(side) if isinstance(side, (str, Path)) else side for side in (a, b)]
+    if wrong := [side for side in sides if not (isinstance(side, SideRun) or callable(side))]:
         raise ArgumentTypeError(f"{wrong[0]!r} must be a callable, a recorded run, or the path of a saved run.")
-    names = [side.name if isinstance(side, Run) else _name(side) for side in sides]
+    names = [side.name if isinstance(side, SideRun) else _name(side) for side in sides]
     names = [f"{name} ({at})" for name, at in zip(names, "ab", strict=True)] if names[0] == names[1] else names
-    runs = [each if isinstance(each, Run) else run(name, each, inputs) for name, each in zip(names, sides, strict=True)]
+    runs = [s if isinstance(s, SideRun) else run(name, s, inputs) for name, s in zip(names, sides, strict=True)]
     found = _compare(runs, reference)
     if found and any(map(is_compiled, sides)):
         return replace(found, first=_compiled_difference(runs, [is_compiled(side) for side in sides]))
     return found
 
 
-def record(side: Callable[..., Any], inputs: Any, *, name: str = "") -> Run:
+def record(side: Callable[..., Any], inputs: Any, *, name: str = "") -> SideRun:
     """Record one side, to compare it with another process's: ``parity.record(model, x).save("a.pt")``.
 
     Args:
@@ -120,7 +120,7 @@ def _name(side: Any) -> str:
     return f"{name} (compiled)" if is_compiled(side) else name
 
 
-def _compare(runs: Sequence[Run], reference: str | None) -> Parity:
+def _compare(runs: Sequence[SideRun], reference: str | None) -> Parity:
     a, b = runs
     shapes = [[tuple(run.rows[i].shape) for i in run.outputs] for run in runs]
     if shapes[0] != shapes[1]:
@@ -135,7 +135,7 @@ def _compare(runs: Sequence[Run], reference: str | None) -> Parity:
     return Parity((a.name, b.name), first, *_ops(runs))
 
 
-def _difference(runs: Sequence[Run], found: Parting, reference: str | None, exact: bool = True) -> Difference:
+def _difference(runs: Sequence[SideRun], found: Parting, reference: str | None, exact: bool = True) -> Difference:
     """Describe the place where two runs part, from whole tensors if both sides can run again."""
     a, b = ends = [run.rows[end] for run, end in zip(runs, found.ends, strict=True)]
     values = [row.sample for row in ends]
@@ -165,7 +165,7 @@ def _said(row: LinkedRow) -> str:
     return f"{row.op}:{dtype_name(row.dtype)}"
 
 
-def _compiled_difference(runs: Sequence[Run], compiled: Sequence[bool]) -> Difference | None:
+def _compiled_difference(runs: Sequence[SideRun], compiled: Sequence[bool]) -> Difference | None:
     """Explain the difference of outputs where one side or both are compiled, and the ops agree that run eagerly."""
     ran = [run.again(watched=False) if run.again and of else run for run, of in zip(runs, compiled, strict=True)]
     found = part(*ran)
@@ -185,13 +185,13 @@ def _compiled_difference(runs: Sequence[Run], compiled: Sequence[bool]) -> Diffe
     return replace(at, kind="rounding", more=runs[other].name, note=note)
 
 
-def _distance(run: Run, other: Run) -> float:
+def _distance(run: SideRun, other: SideRun) -> float:
     """Return the distance of the outputs of two runs, in the dtypes of the first."""
     pairs = [(run.kept[i], other.kept[j]) for i, j in zip(run.outputs, other.outputs, strict=True)]
     return sum(float((a.double() - b.to(a.dtype).double()).abs().sum()) for a, b in pairs if a.is_floating_point())
 
 
-def _in_float64(side: Run, found: Parting) -> torch.Tensor | None:
+def _in_float64(side: SideRun, found: Parting) -> torch.Tensor | None:
     """Compute the ops of the first side at the parting again in float64; None for an op that has no float64."""
     start, end = found.rows[0][0], found.ends[0]
     if start in side.facts and side.again is not None:
@@ -215,7 +215,7 @@ def ulps(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return ((a - b).abs() / unit).masked_fill(~(a.isfinite() & b.isfinite()), torch.inf).masked_fill(equal, 0.0)
 
 
-def _ops(runs: Sequence[Run]) -> tuple[list[Op], int]:
+def _ops(runs: Sequence[SideRun]) -> tuple[list[OpDifference], int]:
     """List the ops of both runs, and count the ops of one run only."""
     a, b = (run.rows for run in runs)
     matched, alone = aligned_rows(a, b)
@@ -227,7 +227,7 @@ def _ops(runs: Sequence[Run]) -> tuple[list[Op], int]:
         apart = 0.0 if is_same(row, other) else max(2.0**-20, float(ulps(row.sample, other.sample, dtype).max()))
         differ = any(not _is_equal(a, partners, j) for j in row.inputs)
         dtypes = dtype_name(row.dtype), dtype_name(other.dtype)
-        found.append(Op(row.module, canonical(row.op), dtypes, apart, differ))
+        found.append(OpDifference(row.module, canonical(row.op), dtypes, apart, differ))
     return found, alone
 
 

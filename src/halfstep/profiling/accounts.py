@@ -9,9 +9,9 @@ import torch
 
 from .machine import Machine
 from .ops import KINDS, Work, work_of
-from .trace import FORWARD, STEP, Interval, Trace, covered, minus, overlap, union
+from .trace import FORWARD, STEP, ChromeTrace, Interval, covered, minus, overlap, union
 
-__all__ = ["Account", "Settings", "inside"]
+__all__ = ["Account", "RunSettings", "inside"]
 
 _COMPUTE = ("products", "casts", "memory-bound ops", "loss scale", "optimizer", "waits for the device", "not named")
 _RUN = 300.0  # microseconds between two numbers that are read one after the other
@@ -19,7 +19,7 @@ _LOADS = "enumerate(DataLoader)"
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """Facts of the process that ran the steps, which a trace does not have.
 
     Attributes:
@@ -64,7 +64,7 @@ class Account:
         halves: the dtypes of 16 bits of the ops.
     """
 
-    def __init__(self, trace: Trace, machine: Machine, settings: Settings) -> None:
+    def __init__(self, trace: ChromeTrace, machine: Machine, settings: RunSettings) -> None:
         self.trace, self.machine, self.settings = trace, machine, settings
         self.steps = len(trace.steps)
         start, end = trace.window

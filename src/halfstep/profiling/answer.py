@@ -9,11 +9,11 @@ from pathlib import Path
 from ..core.text import counted
 from ..diagnostics.findings import Finding
 from ..diagnostics.pages import Bar, bars, figure, header, made_by, note, section, small, table, write_page
-from .accounts import Account, Settings
+from .accounts import Account, RunSettings
 from .machine import CHIPS, Machine, chip_given, chip_named
 from .ops import KINDS, SIZES, Work
 from .rules import apply
-from .trace import Trace, read_trace
+from .trace import ChromeTrace, read_trace
 
 __all__ = ["Profile", "profile_of"]
 
@@ -70,7 +70,7 @@ class Profile:
             machine = CHIPS["H100"]
         if not any(call.dims for call in trace.calls):
             lacks.append("no shapes: record_shapes=True")
-        return profile_of(trace, machine, Settings(), "; ".join([f"{Path(path).name} on {machine.name}", *lacks]))
+        return profile_of(trace, machine, RunSettings(), "; ".join([f"{Path(path).name} on {machine.name}", *lacks]))
 
     def __str__(self) -> str:
         shares = [f"{kind} {ms / max(self.total_ms, 1e-12):.0%}" for kind, ms in self._shown()]
@@ -114,7 +114,7 @@ class Profile:
         write_page(path, "Why is it not faster", parts)
 
 
-def profile_of(trace: Trace, machine: Machine, settings: Settings, about: str) -> Profile:
+def profile_of(trace: ChromeTrace, machine: Machine, settings: RunSettings, about: str) -> Profile:
     """Make the profile of a trace."""
     account = Account(trace, machine, settings)
     kinds = {kind: account.ms(us) for kind, us in account.kinds.items()}

@@ -18,10 +18,10 @@ from torch.profiler import ProfilerActivity, record_function
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.inner_optimizers import bare
-from .accounts import Settings
+from .accounts import RunSettings
 from .answer import Profile, profile_of
 from .machine import cores, denormal_cost, machine_of, thread_cost
-from .trace import FORWARD, STEP, Trace, parsed, trace_of
+from .trace import FORWARD, STEP, ChromeTrace, parsed, trace_of
 
 __all__ = ["of_run", "profile"]
 
@@ -183,7 +183,7 @@ class OpRecorder:
         machine = machine_of(self.device, threads)
         return profile_of(trace, machine, settings, f"{machine.name}, rates {machine.source}")
 
-    def _trace(self) -> Trace:
+    def _trace(self) -> ChromeTrace:
         assert self._profiler is not None
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
@@ -221,7 +221,7 @@ def _device(given: torch.device | str | None, model: nn.Module | None) -> torch.
     return first.device if first is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _settings(device: torch.device, threads: int, model: nn.Module | None, optimizers: Sequence[Any]) -> Settings:
+def _settings(device: torch.device, threads: int, model: nn.Module | None, optimizers: Sequence[Any]) -> RunSettings:
     """Look at the process, the weights, and the numbers of the optimizer."""
     params = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     own = [] if model is None else [*model.parameters()]
@@ -233,7 +233,7 @@ def _settings(device: torch.device, threads: int, model: nn.Module | None, optim
     half = sorted({str(p.dtype).removeprefix("torch.") for p in own if p.dtype in (torch.bfloat16, torch.float16)})
     cost = thread_cost(threads) if not on_gpu and threads > cores() else 1.0
     slow, count = denormal_cost() if denormal else (1.0, 1.0), sum(p.numel() for p in params)
-    return Settings(device, threads, cores(), cost, tf32_off, denormal, slow, count, tuple(half))
+    return RunSettings(device, threads, cores(), cost, tf32_off, denormal, slow, count, tuple(half))
 
 
 def _state(optimizers: Sequence[Any], p: torch.Tensor) -> Iterator[torch.Tensor]:

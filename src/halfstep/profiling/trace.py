@@ -1,4 +1,4 @@
-"""``Trace``: the ops, kernels and marks of a Chrome trace of torch.profiler, each kernel with the op that launched it.
+"""``ChromeTrace``: the ops, kernels and marks of a trace of torch.profiler, each kernel with the op that launched it.
 
 A kernel belongs to the call of the runtime with its correlation, or its external id, and that call to the innermost op
 that was running in its thread. Nothing here looks at names of kernels: they change with each version of a library.
@@ -16,7 +16,19 @@ from typing import Any
 
 from ..core.errors import ArgumentValueError, UsageError
 
-__all__ = ["FORWARD", "STEP", "Call", "Piece", "Trace", "covered", "minus", "overlap", "parsed", "read_trace", "union"]
+__all__ = [
+    "FORWARD",
+    "STEP",
+    "Call",
+    "ChromeTrace",
+    "Piece",
+    "covered",
+    "minus",
+    "overlap",
+    "parsed",
+    "read_trace",
+    "union",
+]
 
 STEP, FORWARD = "halfstep.step", "halfstep.forward"
 """The names of the marks that ``profile`` puts around each step, and at the first call of a module in it."""
@@ -96,7 +108,7 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Trace:
+class ChromeTrace:
     """The contents of a trace.
 
     Attributes:
@@ -129,7 +141,7 @@ class Trace:
         return min(each.start for each in parts), max(each.end for each in parts)
 
 
-def read_trace(path: str | Path) -> Trace:
+def read_trace(path: str | Path) -> ChromeTrace:
     """Read a Chrome trace of torch.profiler, also one that gzip has packed.
 
     Raises:
@@ -182,9 +194,9 @@ def _chip(known: Any) -> str:
     return str(devices[0].get("name", "")) if devices else ""
 
 
-def trace_of(events: Sequence[dict[str, Any]], chip: str = "") -> Trace:
-    """Make a ``Trace`` of the complete events of a Chrome trace."""
-    trace = Trace(chip=chip, on_gpu=any(each.get("cat") in _DEVICE for each in events))
+def trace_of(events: Sequence[dict[str, Any]], chip: str = "") -> ChromeTrace:
+    """Make a ``ChromeTrace`` of the complete events of a Chrome trace."""
+    trace = ChromeTrace(chip=chip, on_gpu=any(each.get("cat") in _DEVICE for each in events))
     by_thread: dict[Any, list[Call]] = {}
     by_id: dict[Any, Call] = {}
     seen: dict[str, tuple[Any, ...]] = {}  # the same arguments are kept once: a step has few different ones

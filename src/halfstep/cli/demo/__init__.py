@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from .training import Run, Settings
+    from .training import DemoRun, DemoSettings
 
 __all__ = ["command"]
 
@@ -64,7 +64,7 @@ def command(
     from halfstep.core.hardware import slow_reason
 
     from .report import busy_note, write_report, write_results
-    from .training import Settings
+    from .training import DemoSettings
 
     check_writable(out / "report.html")
     if device == "cuda" and not torch.cuda.is_available():
@@ -74,7 +74,7 @@ def command(
     other = torch.bfloat16 if half is torch.float16 else torch.float16
     note = slow_reason(where, half)
     notes = [note] if note else []
-    settings = Settings(
+    settings = DemoSettings(
         levels, where, half, epochs, seed, width, beside=other if dtype is None and "O2" in levels else None
     )
 
@@ -92,7 +92,7 @@ def command(
     console.print(f"Pictures of time, memory, losses and loss scales: {out / 'report.html'}", soft_wrap=True)
 
 
-def _train(console: Console, settings: Settings) -> list[Run]:
+def _train(console: Console, settings: DemoSettings) -> list[DemoRun]:
     """Train with a progress bar, or with one line per epoch if the output is not a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -109,7 +109,7 @@ def _train(console: Console, settings: Settings) -> list[Run]:
         )
 
 
-def _print_epoch(console: Console, settings: Settings, epoch: int, runs: Sequence[Run]) -> None:
+def _print_epoch(console: Console, settings: DemoSettings, epoch: int, runs: Sequence[DemoRun]) -> None:
     losses = ", ".join(f"{run.name} {run.final_loss:.3f}" for run in runs)
     seconds = sum(sum(run.step_seconds) for run in runs)
     console.print(
@@ -117,7 +117,7 @@ def _print_epoch(console: Console, settings: Settings, epoch: int, runs: Sequenc
     )
 
 
-def _print_table(console: Console, runs: list[Run], device: torch.device) -> None:
+def _print_table(console: Console, runs: list[DemoRun], device: torch.device) -> None:
     from rich import box
     from rich.table import Table
 

@@ -40,15 +40,15 @@ from ...diagnostics.pages import (
 )
 from ..machine import describe_machine, machine_section
 from ..scale_picture import scale_figure, scale_line
-from .training import BATCH_SIZE, EPOCH_STEPS, LOSS_SCALE, WARM_UP, Run, Settings
+from .training import BATCH_SIZE, EPOCH_STEPS, LOSS_SCALE, WARM_UP, DemoRun, DemoSettings
 
 __all__ = ["busy_note", "summarize", "write_report", "write_results"]
 
 
-def summarize(runs: Sequence[Run], device: torch.device) -> tuple[list[str], list[list[str]]]:
+def summarize(runs: Sequence[DemoRun], device: torch.device) -> tuple[list[str], list[list[str]]]:
     """Make the header and the rows of the demo's table. Ratios are relative to O0's step time, or the first level's."""
     base = _base(runs)
-    columns: dict[str, Callable[[Run], str]] = {
+    columns: dict[str, Callable[[DemoRun], str]] = {
         "level": lambda run: run.level,
         "dtype": lambda run: dtype_name(run.dtype),
         "test accuracy": lambda run: f"{100 * run.test_accuracy:.1f} %",
@@ -68,7 +68,7 @@ _BUSY = 0.15
 """The ratio of a step's spread to its median from which on comparisons of two levels mean little."""
 
 
-def busy_note(runs: Sequence[Run]) -> str:
+def busy_note(runs: Sequence[DemoRun]) -> str:
     """Write a warning for unreliable times, caused by other programs on the machine; empty if times are reliable."""
     worst = max(runs, key=lambda run: run.step_spread / run.median_step)
     spread = worst.step_spread / worst.median_step
@@ -80,7 +80,7 @@ def busy_note(runs: Sequence[Run]) -> str:
     )
 
 
-def write_results(path: Path, runs: Sequence[Run], settings: Settings) -> None:
+def write_results(path: Path, runs: Sequence[DemoRun], settings: DemoSettings) -> None:
     """Write the measurements as JSON, with their command and machine."""
     found: dict[str, Any] = {
         "command": _command(settings),
@@ -106,7 +106,7 @@ def write_results(path: Path, runs: Sequence[Run], settings: Settings) -> None:
     write_text(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
 
 
-def write_report(path: Path, runs: Sequence[Run], settings: Settings, notes: Sequence[str] = ()) -> None:
+def write_report(path: Path, runs: Sequence[DemoRun], settings: DemoSettings, notes: Sequence[str] = ()) -> None:
     """Write the page: table, bars of time and memory, losses, loss scales, the machine and the versions.
 
     Args:
@@ -150,7 +150,7 @@ def write_report(path: Path, runs: Sequence[Run], settings: Settings, notes: Seq
 # ---- the sections
 
 
-def _results(runs: Sequence[Run], device: torch.device) -> list[Markup]:
+def _results(runs: Sequence[DemoRun], device: torch.device) -> list[Markup]:
     columns, rows = summarize(runs, device)
     body = [[join([_dot(i), f"{level} {dtype}"]), *rest] for i, (level, dtype, *rest) in enumerate(rows)]
     text = (
@@ -167,7 +167,7 @@ def _results(runs: Sequence[Run], device: torch.device) -> list[Markup]:
     return [shown, small(text)]
 
 
-def _times(runs: Sequence[Run]) -> Markup:
+def _times(runs: Sequence[DemoRun]) -> Markup:
     base = _base(runs)
     longest = max(run.median_step for run in runs)
     rows = [
@@ -180,7 +180,7 @@ def _times(runs: Sequence[Run]) -> Markup:
     return figure(picture, caption=f"Shorter is faster. The line is at {base.name}.")
 
 
-def _memory(runs: Sequence[Run]) -> Markup:
+def _memory(runs: Sequence[DemoRun]) -> Markup:
     base = _base(runs)
     largest = max(max(run.held_bytes, run.peak_bytes) for run in runs) or 1
     rows = [
@@ -198,7 +198,7 @@ def _memory(runs: Sequence[Run]) -> Markup:
     return figure(picture, caption=text)
 
 
-def _losses(runs: Sequence[Run]) -> Markup:
+def _losses(runs: Sequence[DemoRun]) -> Markup:
     drawn = [
         Line(run.name, [(step, _log10(loss)) for step, loss in enumerate(_smooth(run.losses))], hue=i)
         for i, run in enumerate(runs)
@@ -224,7 +224,7 @@ def _losses(runs: Sequence[Run]) -> Markup:
     return figure(picture, means, caption=text)
 
 
-def _loss_scales(runs: Sequence[Run]) -> Markup:
+def _loss_scales(runs: Sequence[DemoRun]) -> Markup:
     # Runs with equal scales share a line.
     sharing: dict[tuple[float, ...], list[int]] = {}
     for i, run in enumerate(runs):
@@ -253,7 +253,7 @@ def _loss_scales(runs: Sequence[Run]) -> Markup:
 # ---- inside
 
 
-def _base(runs: Sequence[Run]) -> Run:
+def _base(runs: Sequence[DemoRun]) -> DemoRun:
     """Choose the run for comparison: O0, or the first run."""
     return next((run for run in runs if run.level == "O0"), runs[0])
 
@@ -265,7 +265,7 @@ def _computed(dtype: torch.dtype, device: torch.device) -> str:
     return "units" if has_units(device, dtype, "convolution") else "emulated"
 
 
-def _command(settings: Settings) -> str:
+def _command(settings: DemoSettings) -> str:
     # Without --dtype the demo makes one additional run.
     dtype = "" if settings.beside is not None else f"--dtype {dtype_name(settings.dtype)} "
     return (

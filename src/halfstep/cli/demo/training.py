@@ -26,9 +26,9 @@ __all__ = [
     "EPOCH_STEPS",
     "LOSS_SCALE",
     "WARM_UP",
+    "DemoRun",
+    "DemoSettings",
     "Digits",
-    "Run",
-    "Settings",
     "load_digits",
     "make_model",
     "start",
@@ -89,7 +89,7 @@ def make_model(width: int = 64) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """The runs of the demo: their levels, their classifier and their device.
 
     Attributes:
@@ -117,7 +117,7 @@ class Settings:
 
 
 @dataclass
-class Run:
+class DemoRun:
     """A model in training at one opt level, with its measurements.
 
     Attributes:
@@ -163,7 +163,7 @@ class Run:
         return statistics.fmean(self.losses[-EPOCH_STEPS:])
 
 
-def start(level: str, dtype: torch.dtype, settings: Settings) -> Run:
+def start(level: str, dtype: torch.dtype, settings: DemoSettings) -> DemoRun:
     """Make a new model and optimizer, equal for all levels, and prepare them at a level."""
     torch.manual_seed(settings.seed)
     model = make_model(settings.width).to(settings.device)
@@ -171,10 +171,10 @@ def start(level: str, dtype: torch.dtype, settings: Settings) -> Run:
     scale = LOSS_SCALE if dtype is torch.float16 and level in ("O1", "O2") else None
     half = None if level == "O0" else dtype
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=half, loss_scale=scale, verbosity=0)
-    return Run(level, dtype, model, optimizer)
+    return DemoRun(level, dtype, model, optimizer)
 
 
-def train_step(run: Run, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def train_step(run: DemoRun, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Run one step at any level."""
     run.optimizer.zero_grad()
     loss = F.cross_entropy(run.model(images), labels)
@@ -185,10 +185,10 @@ def train_step(run: Run, images: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 
 def train(
-    settings: Settings,
+    settings: DemoSettings,
     on_step: Callable[[str], None] = lambda name: None,
-    on_epoch: Callable[[int, Sequence[Run]], None] = lambda epoch, runs: None,
-) -> list[Run]:
+    on_epoch: Callable[[int, Sequence[DemoRun]], None] = lambda epoch, runs: None,
+) -> list[DemoRun]:
     """Train at each level with the same seed and data order, one epoch of each level in turn.
 
     A machine's speed drifts. Because levels take turns, slow minutes affect all of them, and step times are comparable.
@@ -220,7 +220,7 @@ def train(
     return runs
 
 
-def _train_epoch(run: Run, digits: Digits, batches: Sequence[torch.Tensor], on_step: Callable[[str], None]) -> None:
+def _train_epoch(run: DemoRun, digits: Digits, batches: Sequence[torch.Tensor], on_step: Callable[[str], None]) -> None:
     run.model.train()
     device = digits.train_images.device
     for batch in batches:
@@ -234,7 +234,7 @@ def _train_epoch(run: Run, digits: Digits, batches: Sequence[torch.Tensor], on_s
     run.held_bytes = memory(run.model, run.optimizer).total
 
 
-def _measure_peak(run: Run, digits: Digits) -> None:
+def _measure_peak(run: DemoRun, digits: Digits) -> None:
     """Run an additional step whose time and loss do not count."""
     run.model.train()
     run.optimizer.zero_grad()
