@@ -75,6 +75,7 @@ lint: $(VENV)/.installed-lint
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python tools/check_site.py site https://halfstep.github.io/halfstep/
+	$(BIN)/python tools/search_site.py site
 
 # The site and the reports as people see them, wide and narrow, light and dark. Without Chromium it only says so.
 screenshots: docs $(VENV)/.installed-demo

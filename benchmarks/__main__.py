@@ -14,6 +14,7 @@ BENCHMARKS = {
     "gradient_release": "backward pass and step of FusedAdam with gradient release and without: time, and bytes alive",
     "memory_speed": "the fused step on a CPU, divided by a plain copy of as many bytes, and many small tensors",
     "emulation": "16-bit products in fp32 kernels with 16-bit rounding, against the 16-bit kernels of the device",
+    "reported": "cases that users reported: 16-bit products on a CPU without units, bfloat16 weights without masters",
     "shapes": "when 16 bits are faster than fp32 and when not: products, convolutions, small ops and steps, by size",
     "op_cost": "what op casting adds to an op and to a transformer block, against torch.autocast",
     "accumulation": "a window of passes on two processes: DistributedDataParallel under autocast or FSDP2, and O1, O2",

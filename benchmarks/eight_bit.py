@@ -12,7 +12,7 @@ import argparse
 import ast
 import inspect
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from halfstep import optimizers
 
 from .harness import Contender, add_common_arguments, interleave, pick_device, table, write_json
 
-__all__ = ["CharModel", "losses_of"]
+__all__ = ["CharModel", "batches", "losses_of"]
 
 BASELINE = "fp32 state"
 FORMS: dict[str, Any] = {BASELINE: None, "8-bit state": "8bit"}
@@ -75,19 +75,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def batches(seed: int, steps: int, device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield batches [64, 17] of character codes: 16 characters, and the character after them."""
+    text = inspect.getsource(argparse) + inspect.getsource(ast) + inspect.getsource(inspect)
+    data = torch.tensor([min(code, 127) for code in text.encode()], device=device).unfold(0, LENGTH + 1, 1)
+    places = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        yield data[torch.randint(len(data), (BATCH,), generator=places).to(device)]
+
+
 def losses_of(form: Any, seed: int, steps: int, device: torch.device, lr: float = 2e-3) -> float:
     """The mean loss over the last tenth of a run."""
-    text = inspect.getsource(argparse) + inspect.getsource(ast) + inspect.getsource(inspect)
-    data = torch.tensor([min(code, 127) for code in text.encode()], device=device)
     torch.manual_seed(seed)
     model = CharModel().to(device)
     optimizer = optimizers.FusedAdam(model.parameters(), lr=lr, weight_decay=0.1, max_grad_norm=1.0, state_dtype=form)
-    places = torch.Generator().manual_seed(seed)
-    data, losses = data.unfold(0, LENGTH + 1, 1), []
-    for step in range(steps):
+    losses = []
+    for step, batch in enumerate(batches(seed, steps, device)):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 100) * (1.0 - 0.9 * step / steps)
-        batch = data[torch.randint(len(data), (BATCH,), generator=places).to(device)]
         loss = nn.functional.cross_entropy(model(batch[:, :-1]), batch[:, -1])
         loss.backward()
         optimizer.step()

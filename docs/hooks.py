@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
@@ -15,6 +17,26 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for place, make in _PLACES.items():
         markdown = markdown.replace(place, make()) if place in markdown else markdown
     return markdown
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Mark option names, which must not break at hyphens, and output that needs more columns than fit."""
+    content = _INLINE_CODE.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), content)
+    return _OUTPUT.sub(
+        lambda block: block[0].replace("language-", "wide language-", 1) if _is_wide(block) else block[0], content
+    )
+
+
+def _is_wide(block: re.Match[str]) -> bool:
+    text = html.unescape(re.sub(r"<[^>]*>", "", block[0]))
+    return max(map(len, text.splitlines())) > FITTING_COLUMNS
+
+
+FITTING_COLUMNS = 85
+"""The columns of a code block that fit on a wide screen; ``extra.css`` has smaller letters for "wide" blocks."""
+_INLINE_CODE = re.compile(r"(?<!<pre>)(?<!</span>)<code>[^<]*</code>")
+_OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+_OUTPUT = re.compile(r'<div class="language-(?:text|console) highlight">.*?</div>', re.S)
 
 
 def bytes_table(found: Iterable[MemoryLine]) -> str:

@@ -32,6 +32,7 @@ class Page(HTMLParser):
         loaded: the same for what a browser loads with the page.
         anchors: the names that a fragment can have.
         without_text: pictures without a text for those who cannot see them.
+        headers: the text of each cell in the head of a table, row by row.
     """
 
     def __init__(self, text: str) -> None:
@@ -40,6 +41,8 @@ class Page(HTMLParser):
         self.loaded: list[tuple[str, str]] = []
         self.anchors: set[str] = set()
         self.without_text: list[str] = []
+        self.headers: list[list[str]] = []
+        self._in_header = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -56,6 +59,17 @@ class Page(HTMLParser):
             self.loaded += [(tag, each.split()[0]) for each in several if each.strip()]
         if tag == "img" and "alt" not in given:
             self.without_text.append(given.get("src", ""))
+        if tag == "thead":
+            self.headers.append([])
+        if tag in ("th", "td", "tbody"):
+            self._in_header = tag == "th" and bool(self.headers)
+        if self._in_header and tag == "th":
+            self.headers[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        """Add text to the cell of a table's head."""
+        if self._in_header:
+            self.headers[-1][-1] += data.strip()
 
 
 def check(site: Path, address: str = "/") -> Iterator[str]:
@@ -75,6 +89,9 @@ def check(site: Path, address: str = "/") -> Iterator[str]:
                 yield f"{name}: <{tag}> loads {link} from elsewhere"
         for source in page.without_text:
             yield f"{name}: {source} has no text for those who cannot see it"
+        for header in page.headers:
+            if "" in (header[1:] or header):  # the first column may have the names of the rows
+                yield f"{name}: a column of a table has no name: {' | '.join(header)}"
         for tag, link in page.links + page.loaded:
             wrong = _wrong(link.replace(address, root, 1) if address != "/" else link, path, site, root, pages)
             if wrong:

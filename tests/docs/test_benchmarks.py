@@ -79,87 +79,49 @@ def test_simplenet(dtype: str, optimizer: str, tmp_path: Path, capsys: pytest.Ca
     assert all(name in printed for name in names)
 
 
-def test_muon(tmp_path: Path) -> None:
-    path = tmp_path / "m.json"
-    flags = ["--device", "cpu", "--layers", "1", "--width", "32", "--steps", "2", "--json", str(path)]
-    assert main(["muon", *flags]) == 0
-    record = json.loads(path.read_text())
-    names = ["torch.optim.Muon", "FusedMuon", "FusedMuon, split masters"]
-    assert [timing["name"] for timing in record["timings"]] == names
-    assert record["settings"]["angle"] < 0.05
+RUNS = {  # what is run, what it prints, and its first contenders
+    "muon --layers 1 --width 32 --steps 2": ("", ["torch.optim.Muon", "FusedMuon", "FusedMuon, split masters"]),
+    "host_time --steps 2 --tensors 1": (
+        "1 tensor",
+        ["torch, 1", "torch, clipped, 1", "FusedAdam, 1", "FusedAdam, clipped, 1"],
+    ),
+    "reported --steps 1 --sizes 32 --training-steps 2 --seeds 1": (
+        "halfstep O2, 2-byte masters: ",
+        ["32, fp32", *(f"32, {dtype} {whose}" for dtype in ("bfloat16", "float16") for whose in ("torch", "halfstep"))],
+    ),
+    "train_step --models mlp --steps 2": (
+        "",
+        [f"{name}, mlp" for name in ("torch.autocast, eager", "torch.autocast, torch.compile", "TrainStep, eager")],
+    ),
+    "emulation --dtype bfloat16 --no-native --steps 1 --max-seconds 0": (
+        "units",
+        [f"bfloat16, linear, 256 x 1024 x 1024, {name}" for name in ("fp32", "emulated")],
+    ),
+    "shapes --steps 1 --max-seconds 0 --table steps": (
+        "bfloat16 on cpu",
+        [f"steps, width 32, {name}" for name in ("fp32", "O1", "O2")],
+    ),
+    "fused_step --steps 1 --max-seconds 0 --lists 400x16": ("torch.AdamW at O2", []),
+    "memory_speed --parameters 1000 --threads 1 --small 3 --steps 1 --optimizer adam": (
+        "of the time of torch's loop",
+        [*(f"{name}, 1000, 1" for name in ("copy", "clip", "no clip", "torch")), "torch, 3x16", "clip, 3x16"],
+    ),
+}
 
 
-@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor calls it
-def test_train_step(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    assert main(["train_step", "--device", "cpu", "--models", "mlp", "--steps", "2", "--json", str(path)]) == 0
-    names = [timing["name"] for timing in json.loads(path.read_text())["timings"]]
-    assert [name.removesuffix(", mlp") for name in names] == [
-        "torch.autocast, eager",
-        "torch.autocast, torch.compile",
-        "TrainStep, eager",
-        "TrainStep, compiled",
-    ]
-    a = torch.ones(2, 2)
-    assert (a @ a).dtype is torch.float32
-
-
-@pytest.mark.exhaustive
-def test_emulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "e.json"
-    flags = ["--device", "cpu", "--dtype", "bfloat16", "--no-native", "--steps", "1", "--max-seconds", "0"]
-    assert main(["emulation", *flags, "--json", str(path)]) == 0
-    names = [timing["name"] for timing in json.loads(path.read_text())["timings"]]
-    assert len(names) == 2 * 8  # four ops and four models
-    assert "bfloat16, LSTM, width 128, 32 steps of 16, emulated" in names
-    assert "units" in capsys.readouterr().out
-
-
-@pytest.mark.exhaustive
-def test_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "s.json"
-    flags = ["--device", "cpu", "--steps", "1", "--max-seconds", "0", "--table", "steps", "--json", str(path)]
-    assert main(["shapes", *flags]) == 0
-    names = [timing["name"] for timing in json.loads(path.read_text())["timings"]]
-    assert names[:3] == [f"steps, width 32, {name}" for name in ("fp32", "O1", "O2")]
-    assert "bfloat16 on cpu" in capsys.readouterr().out
-
-
-@pytest.mark.exhaustive
-def test_fused_step(tmp_path: Path) -> None:
-    path = tmp_path / "f.json"
-    flags = ["--device", "cpu", "--steps", "1", "--max-seconds", "0", "--lists", "400x16", "--json", str(path)]
-    assert main(["fused_step", *flags]) == 0
-    assert "torch.AdamW at O2" in {timing["name"].split(", 4")[0] for timing in json.loads(path.read_text())["timings"]}
-
-
-def test_host_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "h.json"
-    flags = ["--device", "cpu", "--steps", "2", "--tensors", "1", "3", "--json", str(path)]
-    assert main(["host_time", *flags]) == 0
-    names = [timing["name"] for timing in json.loads(path.read_text())["timings"]]
-    assert names[:2] == ["torch, 1", "torch, clipped, 1"]
-    assert names[-2:] == ["FusedAdam, 3", "FusedAdam, clipped, 3"]
-    assert "3 tensors" in capsys.readouterr().out
-
-
-@pytest.mark.exhaustive
-def test_memory_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "m.json"
-    threads = torch.get_num_threads()
-    flags = ["--parameters", "1000", "--threads", "1", "--small", "3", "--steps", "1", "--optimizer", "adam"]
-    assert main(["memory_speed", *flags, "--json", str(path)]) == 0
-    names = [timing["name"] for timing in json.loads(path.read_text())["timings"]]
-    assert names == [
-        "copy, 1000, 1",
-        "clip, 1000, 1",
-        "no clip, 1000, 1",
-        "torch, 1000, 1",
-        "torch, 3x16",
-        "clip, 3x16",
-    ]
-    assert "of the time of torch's loop" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=[pytest.mark.exhaustive] if n > 2 else []) for n, line in enumerate(RUNS)]
+)
+def test_a_benchmark_times_its_contenders(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, threads = tmp_path / "b.json", torch.get_num_threads()
+    device = [] if "threads" in line else ["--device", "cpu"]
+    assert main([*line.split(), *device, "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert [timing["name"] for timing in record["timings"]][: len(RUNS[line][1])] == RUNS[line][1]
+    assert RUNS[line][0] in capsys.readouterr().out
+    assert record["settings"].get("angle", 0.0) < 0.05  # of Muon's update to torch's
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
     assert torch.get_num_threads() == threads
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 HOW_TO = sorted((ROOT / "docs/how-to").glob("*.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *HOW_TO]
 FENCED = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.M | re.S)
-WITH_OUTPUT = [ROOT / "docs/tutorial.md", *sorted((ROOT / "docs").glob("troubleshooting*.md")), *HOW_TO]
+WITH_OUTPUT = [
+    ROOT / "docs/tutorial.md",
+    ROOT / "docs/from-torch-amp.md",
+    *sorted((ROOT / "docs").glob("troubleshooting*.md")),
+    *HOW_TO,
+]
 """There a text block right after a Python block is its whole output."""
 NUMBER = re.compile(r"\b\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
 
@@ -68,3 +76,18 @@ def test_other_output_than_a_page_shows_is_noticed(printed: str) -> None:
     assert_shown("loss 0.10", "loss 0.11")
     with pytest.raises(AssertionError):
         assert_shown("loss 0.10", printed)
+
+
+def test_the_notebook_runs_and_prints_what_it_shows() -> None:
+    namespace: dict[str, object] = {}
+    for cell in json.loads((ROOT / "examples/diagnose.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            with contextlib.redirect_stdout(printed := io.StringIO()):
+                exec("".join(cell["source"]), namespace)
+            assert_shown("".join("".join(output["text"]) for output in cell["outputs"]), printed.getvalue())
+
+
+def test_a_script_of_2019_prints_what_its_page_shows() -> None:
+    command = [sys.executable, "-m", "halfstep", "run", "--device", "cpu", str(ROOT / "examples/simple/of_2019.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert_shown((ROOT / "docs/from-2019.md").read_text().split("```text\n")[1].split("```")[0], done.stdout)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ import pytest
 from tools import demo_picture, screenshots
 from tools.check_site import check
 from tools.chromium import Chromium, find
+from tools.search_site import SEARCHES, wrong
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "https://example.org/docs/"
@@ -41,6 +46,7 @@ BAD = {
     '<a href="nowhere/">x</a>': "page.html: <a> nowhere/: there is no such file",
     '<a href="there/#nowhere">x</a>': "page.html: <a> there/#nowhere: there is no such place on the page",
     '<a href="#nowhere">x</a>': "page.html: <a> #nowhere: there is no such place on the page",
+    "<table><thead><tr><th></th><th></th></tr></thead></table>": "page.html: a column of a table has no name:  | ",
     '<img src="nothing.png" alt="x">': "page.html: <img> nothing.png: there is no such file",
     '<img src="picture.svg">': "page.html: picture.svg has no text for those who cannot see it",
     '<img src="picture.svg" srcset="other.svg 2x" alt="">': "page.html: <img> other.svg: there is no such file",
@@ -134,3 +140,12 @@ def test_every_page_of_the_site_is_looked_at(tmp_path: Path) -> None:
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / page).touch()
     assert screenshots.pages_of(tmp_path) == ["", "404.html", "api/amp/"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not (shutil.which("node") and find_spec("mkdocs")), reason="needs Node.js and mkdocs")
+def test_the_built_site_has_no_fault_and_its_search_finds_the_right_page_first(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    assert [*check(tmp_path, "https://halfstep.github.io/halfstep/"), *wrong(tmp_path)] == []
+    assert len(SEARCHES) >= 20

@@ -95,6 +95,7 @@ def test_op_lists_are_those_of_amp() -> None:
     ("arguments", "error", "message"),
     [
         ({"level": "O3"}, ArgumentValueError, "policy="),
+        ({"level": Recipe("O0"), "dtype": "bfloat16"}, UsageError, "not beside it"),
         ({"dtype": "float32"}, ArgumentValueError, "has not 16 bits"),
         ({"scaler": 128.0}, ArgumentTypeError, "GradScaler"),
         ({"policy": "O2"}, ArgumentTypeError, "Policy"),
@@ -105,7 +106,7 @@ def test_op_lists_are_those_of_amp() -> None:
 )
 def test_wrong_arguments_are_refused_before_the_first_batch(arguments: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        Recipe(**arguments)
+        Recipe.of(**arguments)
 
 
 def test_names_say_dtype_and_level() -> None:

@@ -103,7 +103,7 @@ def _new(base: type) -> Any:
     return object.__new__(type("HalfstepAccelerator", (HalfstepAccelerator, base), {}))
 
 
-def attach(accelerator: Accelerator, level: str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> Any:
+def attach(accelerator: Accelerator, level: Recipe | str = "O1", dtype: Any = None, **options: Any) -> Any:
     """Give an accelerator the casts, masters and loss scale of halfstep, before it prepares anything.
 
     The arguments are the ones of ``halfstep.integrations.recipe.Recipe``; the recipe becomes ``accelerator.halfstep``.
@@ -118,7 +118,7 @@ def attach(accelerator: Accelerator, level: str = "O1", dtype: torch.dtype | str
         raise UsageError(f"{kind} keeps weights in its own way; attach takes one process, DDP and FSDP version 2.")
     if accelerator._models or accelerator._optimizers:
         raise UsageError("attach() comes before accelerator.prepare(), and something is prepared already.")
-    recipe = Recipe(level, dtype, **options)
+    recipe = Recipe.of(level, dtype, **options)
     accelerator.__class__ = type(_new(type(accelerator)))
     accelerator.halfstep, accelerator.scaler = recipe, recipe.scaler
     return accelerator

@@ -21,10 +21,9 @@ __all__ = ["HalfstepFabricPrecision", "RecipePrecision"]
 class RecipePrecision(Precision):
     """The common base for Trainer and Fabric; its arguments are the ones of ``halfstep.integrations.recipe.Recipe``."""
 
-    def __init__(self, level: str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
-        self._recipe = Recipe(level, dtype, **options)
-        self.scaler = self._recipe.scaler
-        self.precision = self._recipe.name
+    def __init__(self, level: Recipe | str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
+        self._recipe = Recipe.of(level, dtype, **options)
+        self.scaler, self.precision = self._recipe.scaler, self._recipe.name
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast the weights."""
@@ -59,7 +58,7 @@ class HalfstepFabricPrecision(RecipePrecision):
         model, optimizer = fabric.setup(*precision.prepare(model, optimizer))
 
     Args:
-        level: see ``halfstep.integrations.recipe.Recipe``.
+        level: a level or a recipe; see ``halfstep.integrations.recipe.Recipe``.
         dtype: see ``Recipe``.
         **options: see ``Recipe``.
     """

@@ -15,6 +15,7 @@ from .. import amp
 from ..core.errors import UsageError
 from .fabric import HalfstepFabricPrecision, RecipePrecision
 from .figures import figures
+from .recipe import Recipe
 
 __all__ = ["HalfstepCallback", "HalfstepFabricPrecision", "HalfstepPrecision"]
 
@@ -30,12 +31,12 @@ class HalfstepPrecision(RecipePrecision, Precision):
     advance a schedule whose interval is "step".
 
     Args:
-        level: see ``halfstep.integrations.recipe.Recipe``.
+        level: a level or a recipe; see ``halfstep.integrations.recipe.Recipe``.
         dtype: see ``Recipe``.
         **options: see ``Recipe``.
     """
 
-    def __init__(self, level: str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
+    def __init__(self, level: Recipe | str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
         super().__init__(level, dtype, **options)
         self._results: dict[int, Any] = {}  # id of an optimizer -> the result of its latest step
         self._patches = ExitStack()

@@ -32,6 +32,9 @@ LOSSES = frozenset(op.name for op in OPS.values() if op.reason == "loss")
 class Recipe:
     """A level or a policy, with a loss scale.
 
+    A trainer calls ``cast`` and ``give_masters`` once, and ``scope``, ``scaler.scale`` and ``step`` for each batch. All
+    five do nothing in ``Recipe("O0")``. Subclasses override some of them, and adapters take an instance as their level.
+
     Args:
         level: "O0", "O1" or "O2", as in ``amp.auto_cast`` and ``amp.decorate``.
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 if CUDA is available, else bfloat16.
@@ -80,8 +83,7 @@ class Recipe:
                 )
             dtype = policy.compute_dtype if policy.compute_dtype in (torch.float16, torch.bfloat16) else None
             scaler = scaler or amp.GradScaler.from_loss_scale(policy.loss_scale)
-        self._level = level
-        self._policy, self._products = policy, products
+        self._level, self._policy, self._products = level, policy, products
         self.half = default_half("cuda" if torch.cuda.is_available() else "cpu") if dtype is None else parse_half(dtype)
         self.scaler = scaler or amp.GradScaler(self.half is torch.float16 and level != "O0", decr_every_n_nan_or_inf=1)
         self.name = f"{'16' if self.half is torch.float16 else 'bf16'}-halfstep-{level if policy is None else 'policy'}"
@@ -92,6 +94,17 @@ class Recipe:
                 custom_black_list = {*(custom_black_list or ()), *(LOSSES - set(custom_white_list or ()))}
             self._scope = amp.auto_cast(True, custom_white_list, custom_black_list, level, self.half)
         self.__setstate__({})
+
+    @classmethod
+    def of(cls, level: Recipe | str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> Recipe:
+        """Return ``level`` if it is a recipe, else the recipe of the arguments.
+
+        Raises:
+            UsageError: for a recipe together with other arguments.
+        """
+        if isinstance(level, Recipe) and (dtype is not None or options):
+            raise UsageError(f"Give dtype={dtype} and {options} to the {type(level).__name__}, not beside it.")
+        return level if isinstance(level, Recipe) else cls(level, dtype, **options)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out models and weights, which belong to this process: pickled optimizers refer to this recipe."""
@@ -117,7 +130,7 @@ class Recipe:
 
         @functools.wraps(function)
         def in_scope(*args: Any, **kwargs: Any) -> Any:
-            with self._scope:
+            with self.scope():
                 return function(*args, **kwargs)
 
         return MethodType(wrapper(in_scope), method.__self__) if function is not method else wrapper(in_scope)
@@ -149,9 +162,8 @@ class Recipe:
             amp.set_products(model, self._products)
         before = [(param, param.detach()) for param in model.parameters() if param.requires_grad and not is_half(param)]
         if self._policy is not None:
-            policy = self._policy.replace(loss_scale=1.0)
-            called = list(parts) or [model]
-            amp.initialize(called, policy=policy, verbosity=0, **self._layers)
+            unscaled = self._policy.replace(loss_scale=1.0)
+            amp.initialize(list(parts) or [model], policy=unscaled, verbosity=0, **self._layers)
         elif self._level == "O2" or (self._level == "O1" and any(self._layers.values())):
             saved = "float32" if self._level == "O2" else None
             amp.decorate(model, None, self._level, self.half, None, saved, **self._layers)

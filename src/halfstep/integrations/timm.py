@@ -44,15 +44,15 @@ class HalfstepScaler:
         loss_scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
 
     Args:
-        level: see ``halfstep.integrations.recipe.Recipe``.
+        level: a level or a recipe; see ``halfstep.integrations.recipe.Recipe``.
         dtype: see ``Recipe``.
         **options: see ``Recipe``.
     """
 
     state_dict_key = "amp_scaler"
 
-    def __init__(self, level: str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
-        self._recipe = Recipe(level, dtype, **options)
+    def __init__(self, level: Recipe | str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
+        self._recipe = Recipe.of(level, dtype, **options)
         self.scaler = self._recipe.scaler
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
