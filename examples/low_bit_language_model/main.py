@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,9 +51,9 @@ class Characters(nn.Module):
         return self.score(self.norm(x))
 
 
-def train(precision: str, text: torch.Tensor, vocabulary: int, args: argparse.Namespace) -> list[float]:
-    """Train in one precision, and return the loss of each step."""
-    torch.manual_seed(args.seed)
+def train(precision: str, seed: int, text: torch.Tensor, vocabulary: int, args: argparse.Namespace) -> list[float]:
+    """Train in one precision from one seed, and return the loss of each step."""
+    torch.manual_seed(seed)
     model = Characters(vocabulary, args.width, args.blocks, args.time).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     level = "O0" if precision == "fp32" else "O1"
@@ -60,7 +61,7 @@ def train(precision: str, text: torch.Tensor, vocabulary: int, args: argparse.Na
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=level, dtype="bfloat16", products=products, verbosity=0
     )
-    batches, losses = torch.Generator().manual_seed(args.seed), []
+    batches, losses = torch.Generator().manual_seed(seed), []
     for step in range(args.steps):
         if products and step == args.bf16_from:
             amp.set_products(model, None, passes="forward")
@@ -79,6 +80,16 @@ def train(precision: str, text: torch.Tensor, vocabulary: int, args: argparse.Na
 def smooth(losses: Sequence[float], over: int = 20) -> list[float]:
     """Return means over the latest steps."""
     return [sum(part) / len(part) for part in (losses[max(0, i - over) : i + 1] for i in range(len(losses)))]
+
+
+def table(ends: dict[str, list[float]]) -> str:
+    """Print the gaps of each precision to bf16: the mean over seeds, and the standard deviation of one seed."""
+    rows = ["| precision | loss | gap to bf16 | spread |", "|---|---|---|---|"]
+    for name, losses in ends.items():
+        gaps = [100 * (loss / reference - 1) for loss, reference in zip(losses, ends["bf16"], strict=True)]
+        spread = statistics.stdev(gaps) if len(gaps) > 1 else float("nan")
+        rows.append(f"| {name} | {statistics.mean(losses):.4f} | {statistics.mean(gaps):+.2f} % | {spread:.2f} % |")
+    return "\n".join(rows)
 
 
 def picture(curves: dict[str, list[float]], width: int = 720, height: int = 400) -> str:
@@ -112,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--time", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="the number of runs, from --seed on")
+    parser.add_argument("--last", type=int, default=50, help="the number of steps whose mean loss is compared")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--picture", type=Path, default=Path("losses.svg"))
     args = parser.parse_args(argv)
@@ -120,12 +133,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     characters = sorted(set(documents))
     numbers = {character: i for i, character in enumerate(characters)}
     text = torch.tensor([numbers[character] for character in documents])
-    chosen = PRECISIONS if args.recipe == "all" else dict.fromkeys(("fp32", args.recipe))
-    curves = {}
+    chosen = PRECISIONS if args.recipe == "all" else dict.fromkeys(("fp32", "bf16", args.recipe))
+    curves, ends = {}, {}
     for precision in chosen:
-        curves[precision] = smooth(train(precision, text, len(characters), args))
-        last, reference = curves[precision][-1], curves["fp32"][-1]
-        print(f"{precision:22} loss {last:.4f}  {100 * (last / reference - 1):+.2f} % of fp32", flush=True)
+        runs = [train(precision, args.seed + i, text, len(characters), args) for i in range(args.seeds)]
+        curves[precision] = smooth([statistics.mean(losses) for losses in zip(*runs, strict=True)])
+        ends[precision] = [statistics.mean(losses[-args.last :]) for losses in runs]
+        print(f"{precision:22} loss {curves[precision][-1]:.4f}", flush=True)
+    print(f"\nthe mean of the last {args.last} steps of {args.seeds} seeds\n\n{table(ends)}")
     args.picture.write_text(picture(curves), encoding="utf-8")
     return {precision: losses[-1] for precision, losses in curves.items()}
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import amp, optimizers
-from halfstep.core.errors import ArgumentValueError
+from halfstep.core.errors import ArgumentValueError, UsageError
 from halfstep.formats.format import Format
 from halfstep.formats.quantize import quantize, round_to
 from halfstep.formats.recipe import RECIPES, Recipe
@@ -42,11 +42,11 @@ def rounded(tensor: torch.Tensor, format: Format | None, dim: int) -> torch.Tens
     return (tensor if format is None else round_to(tensor, format, dim=dim)).double()
 
 
-def run(layer: nn.Linear, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def run(call: Any, x: torch.Tensor, grad: torch.Tensor, layer: nn.Linear | None = None) -> tuple[torch.Tensor, ...]:
     """The result of a layer, and the gradients of its input, weight and bias."""
-    x = x.detach().requires_grad_()
+    x, layer = x.detach().requires_grad_(), call if layer is None else layer
     layer.zero_grad()
-    y = layer(x)
+    y = call(x)
     y.backward(grad)
     return y.detach(), *(each.grad for each in (x, layer.weight, layer.bias))  # type: ignore[misc]
 
@@ -177,8 +177,9 @@ def test_a_gradient_that_is_not_needed_is_not_computed(monkeypatch: pytest.Monke
 
     products_run = []
     own = products._run
-    monkeypatch.setattr(products, "_run", lambda *args: products_run.append(args[4]) or own(*args))
     layer = layer_with("fp8_tensorwise")
+    layer(torch.randn(4, INPUTS)).sum().backward()  # the first backward pass is measured
+    monkeypatch.setattr(products, "_run", lambda *args: products_run.append(args[4]) or own(*args))
     layer(torch.randn(4, INPUTS)).sum().backward()
     assert len(products_run) == 2  # no gradient of the input
     layer.weight.requires_grad_(False)
@@ -189,14 +190,72 @@ def test_a_gradient_that_is_not_needed_is_not_computed(monkeypatch: pytest.Monke
 def test_delayed_scales_come_from_the_tensors_before() -> None:
     layer, current = layer_with("fp8_tensorwise; amax=delayed"), layer_with("fp8_tensorwise")
     x = torch.randn(TOKENS, INPUTS)
-    assert torch.equal(layer(x), current(x))  # the first tensor has none before it
-    assert torch.equal(layer(x * 0.5), layer(x * 0.5))
-    assert not torch.equal(layer(x * 0.3), current(x * 0.3))
-    assert decibels(layer(x * 4), current(x * 4)) < 15  # saturates
-    assert decibels(layer(x * 4), current(x * 4)) > 25  # and the next does not
+
+    def trained_on(x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        y.sum().backward()
+        return y.detach()
+
+    assert torch.equal(trained_on(x), current(x))  # the first tensor has none before it
+    assert torch.equal(trained_on(x * 0.5), layer(x * 0.5))
+    assert not torch.equal(trained_on(x * 0.3), current(x * 0.3))
+    assert decibels(trained_on(x * 4), current(x * 4)) < 15  # saturates
+    assert decibels(trained_on(x * 4), current(x * 4)) > 25  # and the next does not
     for _ in range(16):
-        layer(x * 0.3)
+        trained_on(x * 0.3)
     assert torch.equal(layer(x * 0.3), current(x * 0.3))
+
+
+def test_delayed_scales_do_not_change_in_an_evaluation_or_a_second_forward_pass() -> None:
+    layer = layer_with("fp8_tensorwise; amax=delayed")
+    x = torch.randn(TOKENS, INPUTS)
+    layer(x).sum().backward()
+    expected = run(layer, x * 2, torch.ones(TOKENS, OUTPUTS))
+    layer = layer_with("fp8_tensorwise; amax=delayed")
+    layer(x).sum().backward()
+    with torch.no_grad():
+        layer.eval()(x * 100)
+    layer.train()(x * 100)  # no backward pass
+    found = run(lambda t: checkpoint(layer, t, use_reentrant=False), x * 2, torch.ones(TOKENS, OUTPUTS), layer)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_tensor_with_inf_does_not_spoil_delayed_scales() -> None:
+    layer, current = layer_with("fp8_tensorwise; amax=delayed"), layer_with("fp8_tensorwise")
+    x = torch.randn(TOKENS, INPUTS)
+    layer(torch.full_like(x, torch.inf)).sum().backward()
+    assert torch.equal(layer(x), current(x))
+
+
+# ---- transforms of functions
+
+
+def test_torch_func_gives_each_sample_its_own_products() -> None:
+    layer = layer_with("fp8_tensorwise")
+    xs = torch.randn(3, 8, INPUTS) * torch.tensor([1.0, 10.0, 1e-3]).view(3, 1, 1)
+    expected = torch.stack([layer(x) for x in xs])
+    assert torch.equal(torch.vmap(layer)(xs), expected)
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, params, (x,)).square().sum()
+
+    params = {name: param.detach() for name, param in layer.named_parameters()}
+    found = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, xs)
+    for i, x in enumerate(xs):
+        layer.zero_grad()
+        layer(x).square().sum().backward()
+        for name, param in layer.named_parameters():
+            torch.testing.assert_close(found[name][i], param.grad)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torchscript_is_refused_with_what_to_do() -> None:
+    model, x = nn.Sequential(layer_with("mxfp8")), torch.randn(4, INPUTS)
+    for call in (lambda: torch.jit.script(model), lambda: torch.jit.trace(model, x)):
+        with pytest.raises(UsageError, match=r"TorchScript has no products.*set_products\(model, None\)"):
+            call()
+    amp.set_products(model, None)
+    assert torch.jit.script(model)(x).shape == (4, OUTPUTS)
 
 
 def test_a_second_derivative_is_refused_and_not_wrong() -> None:
@@ -448,6 +507,55 @@ def test_the_products_of_a_block() -> None:
         assert torch.equal(compiled(a), layer(a))
     with pytest.raises(ArgumentValueError, match="'fp9' is no recipe"):
         amp.auto_cast(products="fp9")
+
+
+def test_a_sum_with_a_product_is_rounded_once() -> None:
+    a, b, c = torch.randn(2, 32, 64), torch.randn(2, 64, 32), torch.randn(2, 32, 32)
+    exact = round_to(a, "mxfp8") @ round_to(b, "mxfp8", dim=-2)
+    with amp.auto_cast(level="O0", products="mxfp8"):
+        found = [torch.baddbmm(c, a, b), c.baddbmm(a, batch2=b, alpha=2, beta=0.5), torch.baddbmm(c / 0, a, b, beta=0)]
+        single = [torch.addmm(c[0, 0], a[0], b[0]), c[0].addmm(a[0], b[0], beta=3), torch.addmm(c[0], a[0], mat2=b[0])]
+        misfit = torch.addmm(c[0], a[0, :, :5], b[0, :5])
+        with pytest.raises(TypeError):
+            torch.addmm(c[0], a[0])  # type: ignore[call-overload]
+    torch.testing.assert_close(found, [c + exact, 0.5 * c + 2 * exact, exact])
+    torch.testing.assert_close(single, [c[0, 0] + exact[0], 3 * c[0] + exact[0], c[0] + exact[0]])
+    assert torch.equal(misfit, torch.addmm(c[0], a[0, :, :5], b[0, :5]))
+    with amp.auto_cast(dtype="bfloat16", products="mxfp8"):
+        assert torch.equal(torch.addmm(c[0], a[0], b[0]), (c[0] + exact[0]).bfloat16())
+
+
+def test_each_expert_has_scales_of_its_own() -> None:
+    tokens, experts = torch.randn(40, 64, requires_grad=True), torch.randn(3, 64, 32, requires_grad=True)
+    ends = torch.tensor([8, 8, 33], dtype=torch.int32)
+    with amp.auto_cast(level="O0", products="fp8_tensorwise"):
+        found = F.grouped_mm(tokens, experts, offs=ends)
+        stacked = F.grouped_mm(tokens.view(5, 8, 64)[:3], experts)
+    found.sum().backward()
+    parts = [(tokens[:8], experts[0]), (tokens[8:33], experts[2])]
+    expected = [round_to(x, "fp8_e4m3") @ round_to(w, "fp8_e4m3") for x, w in parts]
+    torch.testing.assert_close(found, torch.cat([*expected, torch.zeros(7, 32)]))
+    torch.testing.assert_close(stacked, round_to(tokens.view(5, 8, 64)[:3], "fp8_e4m3") @ round_to(experts, "fp8_e4m3"))
+    assert tokens.grad is not None
+    assert experts.grad is not None
+    assert tokens.grad[33:].abs().sum() == experts.grad[1].abs().sum() == 0
+    assert decibels(tokens.grad[:8], experts[0].detach().sum(1).expand(8, -1)) > 20
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"scale": 0.5}, {"attn_mask": torch.ones(32, 64).tril(8).bool()}, {"enable_gqa": True}],
+    ids=["plain", "causal", "scale", "mask", "gqa"],
+)
+def test_attention_is_rounded_where_a_recipe_asks_for_it(options: dict[str, Any]) -> None:
+    keys = 2 if "enable_gqa" in options else 4
+    q, k, v = torch.randn(2, 4, 32, 64), torch.randn(2, keys, 64, 64), torch.randn(2, keys, 64, 32)
+    plain = F.scaled_dot_product_attention(q, k, v, **options)
+    exact = Recipe(attention=True)
+    for recipe, least, most in (("mxfp8; attention=True", 20, 40), (exact, 90, 1000), ("mxfp8", 1000, 1e9)):
+        with amp.auto_cast(level="O0", products=recipe):
+            found = F.scaled_dot_product_attention(q, k, v, **options)
+        assert least < decibels(found, plain) < most or (least == 1000 and torch.equal(found, plain))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])

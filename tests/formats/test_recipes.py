@@ -264,3 +264,23 @@ def test_an_evaluation_rounds_what_the_training_rounds() -> None:
         with torch.no_grad():
             evaluated = twin.eval()(x, src_key_padding_mask=padded)
         torch.testing.assert_close(evaluated[~padded], trained[~padded], rtol=1e-4, atol=1e-4)
+
+
+def test_the_choice_of_layers_runs_no_parametrization() -> None:
+    """Spectral norm moves its vectors whenever the weight is read in training."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    amp.initialize(model, opt_level="O0", products="mxfp8", verbosity=0)
+    assert recipe_of(model[0]) is not None
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_function_is_a_recipe_of_its_own() -> None:
+    model = blocks(1)
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    amp.initialize(
+        model, opt_level="O0", products=lambda module, name: "mxfp8" if name == names[1] else None, verbosity=0
+    )
+    assert [name for name, module in model.named_modules() if recipe_of(module)] == [names[1]]
+    with pytest.raises(ArgumentTypeError, match="in a block, which has no layers"):
+        amp.auto_cast(products=lambda module, name: "mxfp8")  # type: ignore[arg-type]

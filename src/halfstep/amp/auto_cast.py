@@ -16,6 +16,7 @@ from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.hardware import accelerator, warn_if_slow
 from ..core.oplists import OpLists
+from ..formats.recipe import Recipe, text_of
 from ..torch_internals.compiler_compat import traced_as_constant
 
 __all__ = ["auto_cast", "autocast"]
@@ -90,9 +91,9 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             rounding what goes in and what comes out, where the device has no 16-bit units; True everywhere, False
             nowhere.
         enabled: torch's name of ``enable``.
-        products: a ``halfstep.formats.Recipe`` or the name of one: ``linear``, ``matmul``, ``mm`` and ``bmm`` round
-            their operands to its formats, where the blocks divide their sizes; at level "O0" with fp32 results.
-            ``amp.set_products`` does so for chosen layers.
+        products: a ``halfstep.formats.Recipe`` or the name of one: ``linear``, ``matmul``, ``mm``, ``bmm``, ``addmm``,
+            ``baddbmm`` and ``grouped_mm`` round their operands to its formats, where the blocks divide their sizes; at
+            level "O0" with fp32 results. ``amp.set_products`` does so for chosen layers.
         cache_enabled: accepted for torch's sake, not used: casts of weights are kept until the outermost block ends.
         opt_level: Apex's name of ``level``.
 
@@ -123,7 +124,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         emulate: Emulate = "auto",
         enabled: bool | None = None,
         cache_enabled: bool | None = None,
-        products: Any = None,
+        products: Recipe | str | None = None,
         opt_level: str | None = None,
     ) -> None:
         if callable(enable):
@@ -155,8 +156,6 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         make: Any = _printed if torch.compiler.is_dynamo_compiling() else OpLists.custom
         lists = make(custom_white_list, custom_black_list, wide=custom_wide_list, level=level, use_promote=use_promote)
         if products is not None:
-            from ..formats.recipe import text_of  # imported when asked for
-
             products = text_of(products)
         self.casting = OpCasting(half, lists, enabled=casts, devices=devices, emulate=emulate, products=products)
 

@@ -15,6 +15,7 @@ from ..core.dtypes import default_half, parse_dtype, parse_half
 from ..core.errors import ArgumentValueError, UsageError
 from ..core.policy import Policy
 from ..core.removed import removed_arguments
+from ..formats.recipe import RecipeChoice
 from ..stepping.prepare import check, prepare
 from ..torch_internals.torch_compat import InstanceNorm
 from .arguments import (
@@ -51,7 +52,7 @@ def decorate(
     emulate: Emulate = "auto",
     fused: bool = True,
     cast_ops: bool | None = None,
-    products: Any = None,
+    products: RecipeChoice = None,
 ) -> Any:
     """Cast models to 16-bit weights and give optimizers fp32 masters; call it before any parallel wrapper.
 

@@ -19,6 +19,7 @@ from ..core.oplists import OpLists
 from ..core.policy import Policy
 from ..core.removed import removed_arguments
 from ..core.text import show_log
+from ..formats.recipe import RecipeChoice
 from ..stepping.prepare import check, check_state_form, prepare
 from ..stepping.scaling_checks import ForgottenScale
 from .arguments import (
@@ -71,7 +72,7 @@ def initialize(
     fused: bool = True,
     cast_ops: bool | None = None,
     state_dtype: StateForm | str = None,
-    products: Any = None,
+    products: RecipeChoice = None,
 ) -> Any:
     """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
 

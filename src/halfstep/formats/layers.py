@@ -8,6 +8,7 @@ the recipe too.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -26,9 +27,9 @@ from ..core.errors import UsageError
 from ..kernels.shards import is_sharded
 from ..torch_internals.compiler_compat import traced_as_constant
 from ..torch_internals.subclasses import Mixin, subclass_with, superclass_of
-from ..torch_internals.torch_compat import hook_tables
-from .products import Amax, linear
-from .recipe import Passes, Products, Recipe
+from ..torch_internals.torch_compat import hook_tables, jit_tracing_state
+from .products import History, linear
+from .recipe import Passes, Products, Recipe, RecipeChoice
 
 __all__ = ["Layer", "LayerTable", "choose", "give_products", "set_products"]
 
@@ -66,12 +67,18 @@ class Marked(NamedTuple):
     Attributes:
         recipe: the recipe.
         products: the formats, as constants.
-        amax: for delayed scales; None for current ones.
+        history: the operands of earlier steps.
     """
 
     recipe: Recipe
     products: Products
-    amax: Amax | None
+    history: History
+
+
+_NO_JIT = (
+    "TorchScript has no products of rounded operands: torch.jit.script and torch.jit.trace take no linear layer with a "
+    "recipe. Call amp.set_products(model, None) before, or use torch.export or torch.compile."
+)
 
 
 class _Rounded(Mixin):
@@ -84,6 +91,8 @@ class _Rounded(Mixin):
         mark = self._products
         if mark is None or not x.is_floating_point():  # torch says what is wrong with other inputs
             return super().forward(x)  # type: ignore[misc, no-any-return]
+        if jit_tracing_state() is not None:
+            raise UsageError(_NO_JIT)
         if x.is_nested:
             return _of_nested(functools.partial(_Rounded.forward, self), x)
         x = x if x.layout is torch.strided else x.to_dense()
@@ -94,7 +103,13 @@ class _Rounded(Mixin):
                 "The weight of this linear layer is a DTensor in its forward pass, as tensor parallelism has it, and "
                 "products= rounds whole weights. Leave the layer out: amp.set_products(layer, None)."
             )
-        return linear(x, weight, module.bias, mark.products, result_dtype(x, weight), mark.amax)
+        return linear(x, weight, module.bias, mark.products, result_dtype(x, weight), mark.history)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` asks for."""
+        if self._products is None:
+            return self  # type: ignore[return-value]
+        raise UsageError(_NO_JIT)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -143,9 +158,8 @@ def mark(module: nn.Module, recipe: Recipe | None) -> None:
     """Let a linear layer compute by a recipe, or with None as before."""
     if recipe is not None and recipe.formats:
         _with_class(module)
-        amax = Amax() if recipe.amax == "delayed" else None
         recipe = recipe.replace(layers="all") if callable(recipe.layers) else recipe  # a layer is pickled with it
-        vars(module)["_products"] = Marked(recipe, recipe.products, amax)
+        vars(module)["_products"] = Marked(recipe, recipe.products, History(recipe.amax == "delayed"))
         if _called not in hook_tables(module)[0].values():
             module.register_forward_pre_hook(_called)
     elif isinstance(module, _Rounded):
@@ -163,7 +177,7 @@ def recipe_of(module: nn.Module) -> Recipe | None:
     return computes.recipe if isinstance(computes, Marked) else None
 
 
-def set_products(model: nn.Module, recipe: Recipe | str | None, passes: Passes = "all") -> LayerTable:
+def set_products(model: nn.Module, recipe: RecipeChoice, passes: Passes = "all") -> LayerTable:
     """Let the linear layers of a model compute with operands rounded to formats, or no longer; also while it trains.
 
     ::
@@ -176,7 +190,8 @@ def set_products(model: nn.Module, recipe: Recipe | str | None, passes: Passes =
 
     Args:
         model: the model, on any device; its linear layers are changed in place.
-        recipe: a ``Recipe``, the name of one (``halfstep.formats.RECIPES``), or None for no formats.
+        recipe: a ``Recipe``, the name of one (``halfstep.formats.RECIPES``), None for no formats, or a function that
+            is called with each linear layer and its name, and returns one of these.
         passes: the passes whose products change: ``"forward"``, ``"backward"`` or ``"all"``. Other products stay as
             they are.
 
@@ -201,9 +216,7 @@ def set_products(model: nn.Module, recipe: Recipe | str | None, passes: Passes =
     return table
 
 
-def give_products(
-    models: Iterable[nn.Module], recipe: Recipe | str | None, chosen: Mapping[nn.Module, torch.dtype]
-) -> None:
+def give_products(models: Iterable[nn.Module], recipe: RecipeChoice, chosen: Mapping[nn.Module, torch.dtype]) -> None:
     """``set_products`` for the models of a face, which have none yet if a recipe is refused; None changes nothing.
 
     Modules for which the user has ``chosen`` fp32 compute in fp32, regardless of the recipe.
@@ -298,7 +311,7 @@ def unfit(module: Any, recipe: Recipe) -> str:
         return "its sizes are not known before its first forward pass"
     if "forward" in vars(module) and not isinstance(module, _Rounded):
         return "its forward was replaced; call amp.set_products before"
-    weight = module.weight
+    weight = _stored_weight(module)
     if has_own_ops(weight):
         return f"its weight is a {type(weight).__name__}, which computes products its own way"
     if not weight.is_floating_point():
@@ -308,6 +321,15 @@ def unfit(module: Any, recipe: Recipe) -> str:
         if size % by:
             return f"{size} {what}, which blocks of {by} do not divide"
     return ""
+
+
+def _stored_weight(module: Any) -> Tensor:
+    """The weight, or what a parametrization computes it from: reading it would run the parametrization."""
+    if is_parametrized(module, "weight"):
+        stored: nn.Module = module.parametrizations["weight"]
+        return next(itertools.chain(stored.parameters(recurse=False), stored.buffers(recurse=False)))
+    weight: Tensor = module.weight
+    return weight
 
 
 def _sizes(module: Any) -> str:

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..torch_internals import torch_compat
+from ..torch_internals.torch_compat import functorch_level
 from .format import Format
-from .quantize import round_to
+from .quantize import _block_dims, _blocked, _scales, round_to
 from .recipe import Products, divisor
 
-__all__ = ["Amax", "linear", "matmul"]
+__all__ = ["History", "linear", "matmul"]
 
 _SIGNS = 0x5EED
 """The seed of the random signs of Hadamard transforms: the same in each step and on each rank."""
@@ -29,12 +30,16 @@ _SIGNS = 0x5EED
 _HISTORY = 16
 """The number of latest tensors whose largest value gives a delayed scale."""
 
+_MEASURED = 128
+"""Of this many backward passes of a layer one is measured, the first of them."""
+
 
 class _Scratch(threading.local):
-    """Two buffers of a thread for the operands of one product: a fresh large tensor costs page faults."""
+    """Two buffers of a thread for the operands of one product, since a fresh large tensor costs page faults."""
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = [torch.empty(0, dtype=torch.float32, device="cpu")] * 2
+        self.losses: list[Tensor | None] | None = None  # of each operand, while a step is measured
 
     def take(self, at: int, shape: torch.Size) -> Tensor:
         """An fp32 tensor of a shape, whose numbers the next operand at this place overwrites."""
@@ -48,39 +53,78 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-class Amax:
-    """The largest values of the latest tensors in each place of a layer: what a delayed scale is computed from.
+class History:
+    """What a layer knows of its operands in earlier steps: largest values for delayed scales, and what rounding lost.
 
-    Copies and pickles of a layer begin anew, as a layer from a checkpoint does: the first tensor has its own scale.
+    Only backward passes write a history, so that neither an evaluation nor the second forward pass of checkpointing
+    changes a scale. Copies and pickles of a layer begin anew, as a layer from a checkpoint does.
+
+    Attributes:
+        delayed: True if scales come from earlier tensors.
+        latest: the largest values of the latest tensors by place: ``"input"``, ``"weight"`` and so on.
+        losses: by place, the share of numbers that saturated and the share of blocks that lost more than half of their
+            numbers, in the latest step that was measured.
+        noise: by gradient, its norm, and the norm of its difference to the product of operands that are not rounded.
+        tokens: the number of rows of the input in that step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, delayed: bool = False) -> None:
+        self.delayed = delayed
         self.latest: dict[str, Tensor] = {}
+        self.losses: dict[str, Tensor] = {}
+        self.noise: dict[str, Tensor] = {}
+        self.tokens = self.passes = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Amax, ()
+        return History, (self.delayed,)
 
-    def of(
+    def scales(
         self, tensors: Sequence[Tensor], formats: Sequence[Format | None], places: Sequence[str]
     ) -> list[Tensor | None]:
-        """The largest values of the operands of a product; None where a tensor has more scales than one."""
+        """The largest values that the scales of operands allow for: None for the current ones."""
         return [
-            None if format is None or format.block != "tensor" else self.delayed(place, tensor)
+            self._largest(place, tensor) if self.delayed and format is not None and format.block == "tensor" else None
             for tensor, format, place in zip(tensors, formats, places, strict=True)
         ]
 
-    def delayed(self, place: str, tensor: Tensor) -> Tensor:
-        """Note the largest value of a tensor, and return the largest of the tensors before it.
+    def _largest(self, place: str, tensor: Tensor) -> Tensor:
+        """The largest value of the tensors before this one.
 
-        One that is not finite is returned at once: rounding saturates, and would hide an overflow.
+        Without any, and if this one is not finite, it is the value of this one: rounding would hide an overflow.
         """
-        now = tensor.detach().abs().amax().float()
-        before = self.latest.get(place)
+        now, before = _largest(tensor), self.latest.get(place)
         if before is None or before.device != now.device:
-            before = now.expand(_HISTORY)
-        finite = now.isfinite()
-        self.latest[place] = torch.cat([before[1:], torch.where(finite, now, before[-1:].squeeze()).view(1)])
-        return torch.where(finite, before.amax(), now)
+            return now
+        largest = before.amax()
+        return torch.where(now.isfinite() & (largest > 0), largest, now)
+
+    def note(self, tensors: Sequence[Tensor], places: Sequence[str]) -> None:
+        """Add the largest values of the tensors of a step, unless they are not finite."""
+        for place, now in zip(places, map(_largest, tensors), strict=True) if self.delayed else ():
+            before = self.latest.get(place)
+            if before is None or before.device != now.device:
+                before = now.new_zeros(_HISTORY)
+            self.latest[place] = torch.cat([before[1:], torch.where(now.isfinite(), now, 0.0).view(1)])
+
+    def is_due(self) -> bool:
+        """Count a backward pass. True if it is one of those that are measured."""
+        self.passes += 1
+        return self.passes % _MEASURED == 1
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    return tensor.detach().abs().amax().float()
+
+
+def _lost(tensor: Tensor, rounded: Tensor, format: Format, dim: int, amax: Tensor | None) -> Tensor:
+    """The share of numbers that saturate, and the share of blocks that lose more than half of their numbers."""
+    exact, found = (_blocked(each, format, dim).float() for each in (tensor, rounded))
+    element, over = format.numbers, _block_dims(format, tensor.dim())
+    scaled = (exact * _scales(exact, format, amax)[1]).abs()
+    beyond = scaled > element.greatest + 2.0 ** (element.greatest_exponent - element.mantissa - 1)
+    there, gone = ((exact != 0) & kept for kept in (torch.ones_like(beyond), found == 0))
+    flushed = gone.sum(over) > there.sum(over) / 2
+    return torch.stack([beyond.float().mean(), flushed.float().mean()])
 
 
 @functools.lru_cache(maxsize=32)
@@ -98,7 +142,9 @@ def _operand(
     tensor: Tensor, format: Format | None, dim: int, at: int, half: torch.dtype, amax: Tensor | None, hadamard: int = 0
 ) -> Tensor:
     """One operand in fp32: transformed, and rounded to its format, or without one to the dtype of the product."""
-    tensor = tensor.detach()
+    tensor, losses = tensor.detach(), _scratch.losses
+    if format is None and losses is not None:
+        losses.append(None)
     if format is None and not hadamard:
         return (tensor if tensor.dtype is half else tensor.to(half)).float()
     if hadamard:
@@ -111,7 +157,11 @@ def _operand(
     out = _scratch.take(at, tensor.shape) if tensor.is_cpu else None
     if tensor.dtype is not torch.float32:  # rounded in fp32: the numbers of few formats are numbers of 16 bits
         tensor = tensor.float() if out is None else out.copy_(tensor)
-    return round_to(tensor, format, dim=dim, amax=amax, out=out)
+    if losses is None:
+        return round_to(tensor, format, dim=dim, amax=amax, out=out)
+    rounded = round_to(tensor, format, dim=dim, amax=amax)
+    losses.append(_lost(tensor, rounded, format, dim, amax))
+    return rounded
 
 
 def _product(
@@ -138,7 +188,7 @@ def _product(
         bias: added in fp32.
         amax: the largest values that the scales of whole operands allow for; None reads them from the operands.
     """
-    if formats == (None, None) and not a.is_cpu:
+    if formats == (None, None) and not a.is_cpu and _scratch.losses is None:
         a, b = a.to(dtype), b.to(dtype)
     else:
         fit = math.lcm(hadamard or 1, *map(divisor, formats))
@@ -180,8 +230,18 @@ def _without_numbers(a: Tensor, b: Tensor, dim_a: int, dim_b: int, formats: str,
     return a.new_empty((*a.shape[:-2], rows, columns), dtype=dtype)
 
 
+def _of_each(info: Any, dims: Any, a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, int]:
+    """The products of a batch of ``torch.vmap``, one by one: each has scales of its own."""
+    *facts, bias = rest
+    op: Any = torch.ops.halfstep.format_product
+    given = ((a, dims[0]), (b, dims[1]), (bias, dims[-1]))
+    each = zip(*([t] * info.batch_size if dim is None else t.unbind(dim) for t, dim in given), strict=True)
+    return torch.stack([op(x, y, *facts, z) for x, y, z in each]), 0
+
+
 _ops.impl("format_product", _compiled, "CompositeExplicitAutograd")
 torch.library.register_fake("halfstep::format_product", _without_numbers, lib=_ops)
+torch.library.register_vmap("halfstep::format_product", _of_each, lib=_ops)
 
 
 def _run(
@@ -194,14 +254,14 @@ def _run(
     hadamard: int = 0,
     bias: Tensor | None = None,
     places: tuple[str, str] = ("", ""),
-    amax: Amax | None = None,
+    history: History | None = None,
 ) -> Tensor:
-    """``_product``, as one op where a compiler looks, and with delayed scales where there is an ``Amax``.
+    """``_product``, as one op where a compiler looks, and with delayed scales where there is a ``History``.
 
     Tensors without numbers (on the meta device, or in a ``FakeTensorMode``) also go through the op, which has their
-    shapes; no buffer is made of one.
+    shapes; no buffer is made of one. So do tensors inside ``torch.func``, for which the op has a rule.
     """
-    if torch.compiler.is_compiling() or torch_compat.is_fake(a):
+    if _is_traced(a):
         op: Any = torch.ops.halfstep.format_product
         return op(a, b, dim_a, dim_b, formats, dtype, hadamard, bias)  # type: ignore[no-any-return]
     pair, device = _pair(formats), a.device.type
@@ -210,11 +270,20 @@ def _run(
         torch.set_autocast_enabled(device, False)
     try:
         with torch_compat.DisableTorchFunction():  # or the op casts of O1 would round the operands again
-            largest = (None, None) if amax is None or hadamard else amax.of((a, b), pair, places)
+            largest = (None, None) if history is None or hadamard else history.scales((a, b), pair, places)
             return _product(a, b, dim_a, dim_b, pair, dtype, hadamard, bias, largest)
     finally:
         if casts:
             torch.set_autocast_enabled(device, True)
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """True inside of a compiler or a transform of ``torch.func``, and for a tensor without numbers."""
+    return torch.compiler.is_compiling() or functorch_level() is not None or torch_compat.is_fake(tensor)
+
+
+_PLACES = (("input", "weight"), ("gradient", "weight, backward"), ("gradient, tokens", "input, tokens"))
+"""The operands of the three products, as a history calls them."""
 
 
 class _Product(torch.autograd.Function):
@@ -223,39 +292,74 @@ class _Product(torch.autograd.Function):
     Autograd keeps the operands as they were given, since blocks lie along other dimensions in the backward pass.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        products: Products,
-        dtype: torch.dtype,
-        amax: Amax | None,
+        x: Tensor, weight: Tensor, bias: Tensor | None, products: Products, dtype: torch.dtype, history: History | None
     ) -> Tensor:
+        return _run(x, weight, -1, -1, products[0], dtype, 0, bias, _PLACES[0], history)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, ctx.products, _, ctx.history = inputs
         ctx.save_for_backward(x, weight)
-        ctx.products, ctx.amax, ctx.bias_dtype = products, amax, None if bias is None else bias.dtype
-        return _run(x, weight, -1, -1, products[0], dtype, 0, bias, ("input", "weight"), amax)
+        ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         _, input_gradient, weight_gradient, size = ctx.products
+        history = None if _is_traced(grad) else ctx.history
         dx = dw = db = None
         if ctx.needs_input_grad[0]:  # not in the first layer of a model
-            places = ("gradient", "weight, backward")
-            dx = _run(grad, weight, -1, -2, input_gradient, x.dtype, 0, None, places, ctx.amax)
+            dx = _run(grad, weight, -1, -2, input_gradient, x.dtype, 0, None, _PLACES[1], history)
         if ctx.needs_input_grad[1]:
-            places = ("gradient, tokens", "input, tokens")
-            dw = _run(grad, x, -2, -2, weight_gradient, weight.dtype, size, None, places, ctx.amax)
+            dw = _run(grad, x, -2, -2, weight_gradient, weight.dtype, size, None, _PLACES[2], history)
         if ctx.needs_input_grad[2]:
             db = grad.float().sum(0).to(ctx.bias_dtype)
+        if history is not None:
+            if history.is_due():
+                _measure(history, ctx.products, x, weight, grad, dx, dw)
+            for places, tensors in zip(_PLACES, ((x, weight), (grad, weight), (grad, x)), strict=True):
+                history.note(tensors, places)
         return dx, dw, db, None, None, None
 
 
+def _measure(
+    history: History, products: Products, x: Tensor, weight: Tensor, grad: Tensor, dx: Tensor | None, dw: Tensor | None
+) -> None:
+    """Note what the rounding of a step lost: its products once more, and the gradients without rounding."""
+    runs = ((x, weight, -1, -1, 0), (grad, weight, -1, -2, 0), (grad, x, -2, -2, products[3]))
+    losses: list[Tensor | None] = []
+    _scratch.losses = losses
+    try:
+        with torch.random.fork_rng(devices=[]):  # stochastic rounding draws from it
+            for (a, b, dim_a, dim_b, size), formats, places in zip(runs, products[:3], _PLACES, strict=True):
+                _run(a, b, dim_a, dim_b, formats, torch.float32, size, None, places, history)
+    finally:
+        _scratch.losses = None
+    found = zip((place for places in _PLACES for place in places), losses, strict=True)
+    history.losses, history.tokens = {place: lost for place, lost in found if lost is not None}, len(x)
+    for name, gradient, (a, b, dim_a, dim_b, _), formats in zip(
+        ("input", "weight"), (dx, dw), runs[1:], products[1:3], strict=True
+    ):
+        if gradient is not None and formats != _EXACT:
+            exact = _run(a, b, dim_a, dim_b, _EXACT, torch.float32)
+            history.noise[name] = torch.stack([exact.norm(), (exact - gradient).norm()])
+
+
+_EXACT = "None @ None"
+
+
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, products: Products, dtype: torch.dtype, amax: Amax | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    products: Products,
+    dtype: torch.dtype,
+    history: History | None = None,
 ) -> Tensor:
     """Compute ``torch.nn.functional.linear`` with operands rounded as a recipe says.
 
@@ -265,9 +369,9 @@ def linear(
         bias: the bias of the outputs, or None.
         products: the formats; see ``Recipe.products``.
         dtype: the dtype of the result.
-        amax: the values for delayed scales.
+        history: the layer's, for delayed scales and for what is measured.
     """
-    rows: Any = _Product.apply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias, products, dtype, amax)  # type: ignore[no-untyped-call]
+    rows: Any = _Product.apply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias, products, dtype, history)  # type: ignore[no-untyped-call]
     return rows.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
 

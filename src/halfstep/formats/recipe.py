@@ -13,15 +13,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from types import NoneType
-from typing import Any, Literal, cast
+from typing import Any, Literal, Union, cast
 
 from torch import nn
 
-from ..core.checks import check_kind
+from ..core.checks import check_kind, check_switch
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from .format import Format
 
-__all__ = ["PASSES", "RECIPES", "LayerChoice", "Passes", "Products", "Recipe", "divisor", "text_of"]
+__all__ = ["PASSES", "RECIPES", "LayerChoice", "Passes", "Products", "Recipe", "RecipeChoice", "divisor", "text_of"]
 
 Pair = tuple[Format | None, Format | None]
 """The formats of the two operands of a product; None leaves an operand in the dtype of the product."""
@@ -31,6 +31,9 @@ Products = tuple[str, str, str, int]
 
 LayerChoice = Callable[[nn.Module, str], "Recipe | str | None"]
 """A function that is called with a linear layer and its name, and returns a recipe, or None for no formats."""
+
+RecipeChoice = Union["Recipe", str, LayerChoice, None]
+"""What ``products=`` takes: a recipe, its name, a choice for each layer, or None for no formats."""
 
 Passes = Literal["forward", "backward", "all"]
 
@@ -62,6 +65,8 @@ class Recipe:
         amax: ``"current"`` computes the scale of a whole tensor from this tensor; ``"delayed"`` from the largest value
             of the latest 16 tensors in its place, as chips do that read a tensor only once. Compiled code always takes
             the current one.
+        attention: True if ``amp.auto_cast(products=)`` also rounds the operands of both products of
+            ``scaled_dot_product_attention``: queries and keys, and the softmax and the values.
         last_blocks: the part of the blocks of a model, counted from its end, that ``layers="auto"`` leaves out.
         layers: ``"auto"`` leaves out the first and the last linear layer of a model that has more than two, the
             ``last_blocks``, and layers whose sizes no block divides; ``"all"`` only the last of these. A function
@@ -73,6 +78,7 @@ class Recipe:
     weight_gradient: Pair = (None, None)
     hadamard: int = 0
     amax: Literal["current", "delayed"] = "current"
+    attention: bool = False
     last_blocks: float = 0.0
     layers: Literal["auto", "all"] | LayerChoice = "auto"
 
@@ -92,6 +98,7 @@ class Recipe:
             )
         if self.amax not in ("current", "delayed"):
             raise ArgumentValueError(f'amax={self.amax!r} must be "current" or "delayed".')
+        check_switch("attention", self.attention)
         if not isinstance(self.last_blocks, (int, float)) or not 0 <= self.last_blocks < 1:
             raise ArgumentValueError(
                 f"last_blocks={self.last_blocks!r} must be a part of the blocks, from 0 to below 1."
@@ -104,7 +111,9 @@ class Recipe:
 
     @classmethod
     def of(cls, value: object) -> Recipe:
-        """A recipe as a user gave it: a ``Recipe``, or a text for ``parse``."""
+        """A recipe as a user gave it: a ``Recipe``, a text for ``parse``, or a function that chooses for each layer."""
+        if callable(value):
+            return cls(layers=value)
         return value if isinstance(value, Recipe) else cls.parse(cast(str, value))
 
     def replace(self, **changes: Any) -> Recipe:
@@ -191,7 +200,12 @@ def divisor(format: Format | None, along: bool = True) -> int:
 
 
 def text_of(value: Recipe | str) -> str:
-    """Check a recipe of a user's, and return it as a text without a choice of layers."""
+    """Check a recipe for a block, and return it as a text without a choice of layers.
+
+    Raises:
+        ArgumentTypeError: for a function, which chooses layers.
+    """
+    check_kind("products", value, (Recipe, str), "a Recipe or the name of one in a block, which has no layers")
     return str(Recipe.of(value).replace(layers="auto"))
 
 
@@ -204,6 +218,8 @@ def _read(name: str, value: str) -> Any:
     if name in _PRODUCTS:
         return tuple(None if each == "None" else Format.parse(each) for each in value.split(" @ "))
     try:
+        if name == "attention":
+            return {"True": True, "False": False}.get(value, value)
         return {"hadamard": int, "last_blocks": float}.get(name, str)(value)
     except ValueError:
         raise ArgumentValueError(f"{name}={value} must have a number.") from None

@@ -22,6 +22,7 @@ from ..core.dtypes import default_half, is_half, parse_half
 from ..core.errors import ArgumentValueError, UsageError
 from ..core.oplists.tables import OPS
 from ..core.policy import Policy
+from ..formats.recipe import RecipeChoice
 
 __all__ = ["LOSSES", "Recipe"]
 
@@ -70,7 +71,7 @@ class Recipe:
         module_filter: Any = None,
         scaler: amp.GradScaler | None = None,
         policy: Policy | None = None,
-        products: Any = None,
+        products: RecipeChoice = None,
     ) -> None:
         if level not in ("O0", "O1", "O2"):
             raise ArgumentValueError(f"level={level!r} must be O0, O1 or O2. Any other recipe is a policy=.")

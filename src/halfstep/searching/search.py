@@ -17,6 +17,7 @@ from ..core.checks import check_count, check_kind
 from ..core.dtypes import dtype_name, is_half, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..diagnostics.findings.forward import same_random_numbers
+from ..formats.recipe import RecipeChoice
 from .finder import CannotError, Finder
 from .guard import Guard
 from .result import SearchResult
@@ -39,7 +40,7 @@ def search(
     *,
     dtype: torch.dtype | str = "float16",
     level: str = "O1",
-    products: Any = None,
+    products: RecipeChoice = None,
     guard: Guard | None = None,
     unit: str = "module",
     passes: bool = False,
