@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from types import NoneType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ __all__ = [
     "Models",
     "ModuleFilter",
     "Optimizers",
+    "RecipeChoice",
     "as_models",
     "as_optimizers",
     "chosen_dtypes",
@@ -31,6 +32,11 @@ __all__ = [
     "typed",
     "warn_of_slow_devices",
 ]
+
+if TYPE_CHECKING:
+    from ..formats.recipe import RecipeChoice
+else:
+    RecipeChoice = Any  # formats are imported when asked for
 
 ModuleFilter = Callable[[nn.Module, str], "torch.dtype | str | None"]
 _Layer = str | nn.Module | type[nn.Module] | Callable[[nn.Module, str], bool]
@@ -89,13 +95,11 @@ def as_optimizers(caller: str, optimizers: Any, *, wrapped: bool = False) -> lis
         ArgumentTypeError: for anything else.
         UsageError: for an ``FP16_Optimizer``.
     """
-    given = optimizers if isinstance(optimizers, list) else [optimizers]
+    given = optimizers if isinstance(optimizers, list) else [optimizers][: optimizers is not None]
     if any(type(optimizer).__name__ == "FP16_Optimizer" for optimizer in given):
         raise UsageError(f"An FP16_Optimizer has its own masters and loss scale; give {caller} the bare optimizer.")
-    if optimizers is None:
-        return []
     inner = [(wrapped and inner_optimizer(each)) or each for each in given]
-    _listed("optimizer", inner if given is optimizers else inner[0], torch.optim.Optimizer)
+    _listed("optimizer", inner if given is optimizers or not given else inner[0], torch.optim.Optimizer)
     return given
 
 

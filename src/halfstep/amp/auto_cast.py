@@ -16,8 +16,8 @@ from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.hardware import accelerator, warn_if_slow
 from ..core.oplists import OpLists
-from ..formats.recipe import Recipe, text_of
 from ..torch_internals.compiler_compat import traced_as_constant
+from .arguments import RecipeChoice
 
 __all__ = ["auto_cast", "autocast"]
 
@@ -124,7 +124,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         emulate: Emulate = "auto",
         enabled: bool | None = None,
         cache_enabled: bool | None = None,
-        products: Recipe | str | None = None,
+        products: RecipeChoice = None,
         opt_level: str | None = None,
     ) -> None:
         if callable(enable):
@@ -156,6 +156,8 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         make: Any = _printed if torch.compiler.is_dynamo_compiling() else OpLists.custom
         lists = make(custom_white_list, custom_black_list, wide=custom_wide_list, level=level, use_promote=use_promote)
         if products is not None:
+            from ..formats.recipe import text_of  # imported when asked for
+
             products = text_of(products)
         self.casting = OpCasting(half, lists, enabled=casts, devices=devices, emulate=emulate, products=products)
 

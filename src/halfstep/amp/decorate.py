@@ -15,12 +15,12 @@ from ..core.dtypes import default_half, parse_dtype, parse_half
 from ..core.errors import ArgumentValueError, UsageError
 from ..core.policy import Policy
 from ..core.removed import removed_arguments
-from ..formats.recipe import RecipeChoice
 from ..stepping.prepare import check, prepare
 from ..torch_internals.torch_compat import InstanceNorm
 from .arguments import (
     Layers,
     ModuleFilter,
+    RecipeChoice,
     as_models,
     as_optimizers,
     chosen_dtypes,
@@ -128,8 +128,7 @@ def decorate(
     if level == "O1":
         prepare(model_list, [], Policy(), casting=casting, chosen=chosen, fused=fused)
         return returned(models, optimizers)
-    found = [module for model in model_list for module in model.modules() if isinstance(module, _NORMS)]
-    norms = {id(part) for norm in found for part in norm.modules()}
+    norms = {id(part) for model in model_list for m in model.modules() if isinstance(m, _NORMS) for part in m.modules()}
     prepare(
         model_list,
         optimizer_list,

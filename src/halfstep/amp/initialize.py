@@ -19,12 +19,12 @@ from ..core.oplists import OpLists
 from ..core.policy import Policy
 from ..core.removed import removed_arguments
 from ..core.text import show_log
-from ..formats.recipe import RecipeChoice
 from ..stepping.prepare import check, check_state_form, prepare
 from ..stepping.scaling_checks import ForgottenScale
 from .arguments import (
     Layers,
     ModuleFilter,
+    RecipeChoice,
     as_models,
     as_optimizers,
     chosen_dtypes,

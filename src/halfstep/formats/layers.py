@@ -106,7 +106,7 @@ class _Rounded(Mixin):
         return linear(x, weight, module.bias, mark.products, result_dtype(x, weight), mark.history)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What ``torch.jit.script`` asks for."""
+        """Refuse ``torch.jit.script``, which calls this method of each module."""
         if self._products is None:
             return self  # type: ignore[return-value]
         raise UsageError(_NO_JIT)

@@ -31,7 +31,7 @@ _HISTORY = 16
 """The number of latest tensors whose largest value gives a delayed scale."""
 
 _MEASURED = 128
-"""Of this many backward passes of a layer one is measured, the first of them."""
+"""The number of backward passes of a layer of which the first is measured."""
 
 
 class _Scratch(threading.local):
@@ -54,7 +54,7 @@ _scratch = _Scratch()
 
 
 class History:
-    """What a layer knows of its operands in earlier steps: largest values for delayed scales, and what rounding lost.
+    """Facts about a layer's operands in earlier steps: largest values for delayed scales, and what rounding lost.
 
     Only backward passes write a history, so that neither an evaluation nor the second forward pass of checkpointing
     changes a scale. Copies and pickles of a layer begin anew, as a layer from a checkpoint does.
@@ -107,7 +107,7 @@ class History:
             self.latest[place] = torch.cat([before[1:], torch.where(now.isfinite(), now, 0.0).view(1)])
 
     def is_due(self) -> bool:
-        """Count a backward pass. True if it is one of those that are measured."""
+        """Count a backward pass. True if this pass is measured."""
         self.passes += 1
         return self.passes % _MEASURED == 1
 

@@ -33,7 +33,7 @@ LayerChoice = Callable[[nn.Module, str], "Recipe | str | None"]
 """A function that is called with a linear layer and its name, and returns a recipe, or None for no formats."""
 
 RecipeChoice = Union["Recipe", str, LayerChoice, None]
-"""What ``products=`` takes: a recipe, its name, a choice for each layer, or None for no formats."""
+"""A value for ``products=``: a recipe, its name, a choice for each layer, or None for no formats."""
 
 Passes = Literal["forward", "backward", "all"]
 
@@ -199,7 +199,7 @@ def divisor(format: Format | None, along: bool = True) -> int:
     return length if along else across
 
 
-def text_of(value: Recipe | str) -> str:
+def text_of(value: RecipeChoice) -> str:
     """Check a recipe for a block, and return it as a text without a choice of layers.
 
     Raises:

@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import amp
+from ..amp.arguments import RecipeChoice
 from ..core.checks import check_kind
 from ..core.dtypes import default_half, is_half, parse_half
 from ..core.errors import ArgumentValueError, UsageError
 from ..core.oplists.tables import OPS
 from ..core.policy import Policy
-from ..formats.recipe import RecipeChoice
 
 __all__ = ["LOSSES", "Recipe"]
 

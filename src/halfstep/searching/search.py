@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..amp.arguments import RecipeChoice
 from ..casting.scope import NO_CASTING
 from ..core.checks import check_count, check_kind
 from ..core.dtypes import dtype_name, is_half, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..diagnostics.findings.forward import same_random_numbers
-from ..formats.recipe import RecipeChoice
 from .finder import CannotError, Finder
 from .guard import Guard
 from .result import SearchResult

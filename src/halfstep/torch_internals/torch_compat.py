@@ -33,6 +33,7 @@ from torch._C._autograd import _saved_tensors_hooks_is_enabled as saved_hooks_al
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack as functorch_level
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 from torch.amp.grad_scaler import OptState
 from torch.amp.grad_scaler import _refresh_per_optimizer_state as new_optimizer_state
@@ -413,5 +414,4 @@ def fsdp_params(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """True if a tensor has no values: it is on the meta device, or from a ``FakeTensorMode``."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return tensor.device.type == "meta" or (module is not None and isinstance(tensor, module.FakeTensor))
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
