@@ -142,8 +142,8 @@ def _grouped(
 ) -> Tensor | None:
     """``grouped_mm`` of the tokens of each expert with its matrix: each group has scales of its own.
 
-    The ends of the groups are read from the device. Products of two matrices, which torch computes in backward passes, stay
-    as they are.
+    The ends of the groups are read from the device. Products of two matrices, which torch computes in backward
+    passes, stay as they are.
     """
     if not _fits(mat_a, mat_b, name, divisors) or bias is not None or mat_b.dim() != 3:
         return None
