@@ -41,7 +41,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) 
 
 
 def test_there_is_one_rule_for_each_code() -> None:
-    assert sorted(RULES) == [f"HS{number}" for number in (*range(101, 116), 118, 119, 121)]
+    assert sorted(RULES) == [f"HS{number}" for number in (*range(101, 116), 118, 119, 121, *range(128, 132))]
     for code, (look, _) in RULES.items():
         assert (look.__doc__ or "").startswith(f"{code}: ")
 

@@ -16,9 +16,10 @@ from ...core.checks import check_count, check_kind
 from ...core.dtypes import is_half
 from ...core.inner_optimizers import bare
 from ...core.policy import Policy
+from ...formats.findings import RULES as OF_FORMATS
 from ...parameters.loss_scaler import DeviceLossScaler
 from ...stepping.attached import attached_to
-from .facts import Facts
+from .facts import Facts, Rules
 from .finding import Finding, Found, log
 from .forward import run
 from .rules_of_model import RULES as OF_MODEL
@@ -26,7 +27,7 @@ from .rules_of_optimizer import RULES as OF_OPTIMIZER
 
 __all__ = ["RULES", "check", "finding", "findings_of", "log_findings", "log_first_step"]
 
-RULES = {**OF_MODEL, **OF_OPTIMIZER}
+RULES: Rules = {**OF_MODEL, **OF_OPTIMIZER, **OF_FORMATS}
 """All rules by code."""
 
 _seen: WeakSet[Any] = WeakSet()  # optimizers whose first step was checked
@@ -145,5 +146,5 @@ def finding(code: str, found: Found) -> Finding:
 
 def findings_of(facts: Facts) -> list[Finding]:
     """Apply all rules; errors come first, then codes in order."""
-    found = [finding(code, each) for code, (look, _) in RULES.items() for each in look(facts)]
+    found = [finding(code, Found(*each)) for code, (look, _) in RULES.items() for each in look(facts)]
     return sorted(found, key=lambda each: (_ORDER[each.severity], each.code))

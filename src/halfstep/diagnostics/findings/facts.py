@@ -25,7 +25,7 @@ from ...torch_internals.torch_compat import buffers_of, parameters_of
 from ..observe.names import ROOT, parts_of, qualified_names
 from ..observe.reading import Reading
 from ..observe.samples import PROOF, can_sample, grid_flags, is_on_grid, sample
-from .finding import Found, grouped
+from .finding import grouped
 from .forward import Forward
 from .groups import Group, SecondMoment, dtypes_of, second_moments
 from .lost import LostUpdates
@@ -213,7 +213,7 @@ class Facts:
         ]
 
 
-Rules = dict[str, tuple[Callable[[Facts], Iterable[Found]], str]]
+Rules = dict[str, tuple[Callable[[Facts], Iterable[Any]], str]]
 """By code, the function that yields the rule's results, and the fix for results without one."""
 
 

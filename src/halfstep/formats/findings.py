@@ -1,0 +1,121 @@
+"""Rules of ``halfstep.check`` for layers with a recipe: what rounding lost in the latest step that was measured.
+
+The first backward pass of a layer is measured, and then every 128th. The diagnostics room calls these rules, and makes
+its findings of what they yield: severity, place, message, evidence and fix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.text import listed
+
+__all__ = ["RULES"]
+
+_SATURATED = 0.01
+_FLUSHED = 0.1
+_LEAST_RATIO = math.sqrt(3)
+"""The least ratio of a gradient to its noise with which quantized training goes on (arXiv 2505.19115)."""
+
+_KERNEL = 16
+"""The number that divides all sizes of the products of ``torch._scaled_mm``."""
+
+Yielded = tuple[str, str, str, Mapping[str, Any], str]
+
+
+class _Measured(NamedTuple):
+    """A layer with a recipe.
+
+    Attributes:
+        name: the qualified name.
+        module: the layer.
+        recipe: the recipe.
+        history: the facts that its backward passes have noted.
+    """
+
+    name: str
+    module: Any
+    recipe: Any
+    history: Any
+
+
+def _layers(facts: Any) -> list[_Measured]:
+    marks = ((module, vars(module).get("_products")) for module in facts.module_names)
+    return [_Measured(facts.name_of(module), module, mark.recipe, mark.history) for module, mark in marks if mark]
+
+
+def _worst(facts: Any, column: int) -> dict[str, float]:
+    """The shares of one kind of loss by operand, in one read of each device."""
+    found = {
+        f"{layer.name}: {place}": losses[column]
+        for layer in _layers(facts)
+        for place, losses in layer.history.losses.items()
+    }
+    return dict(zip(found, _read(list(found.values())), strict=True))
+
+
+def _read(numbers: list[torch.Tensor]) -> list[float]:
+    return torch.stack([each.cpu() for each in numbers]).tolist() if numbers else []
+
+
+def saturating_tensors(facts: Any) -> Iterator[Yielded]:
+    """HS128: operands of which more than 1 % of the numbers are above the greatest number of their block."""
+    shares = {place: share for place, share in _worst(facts, 0).items() if share > _SATURATED}
+    if shares:
+        text = f"Up to {max(shares.values()):.1%} of the numbers of an operand saturate in its format."
+        yield "warning", listed(list(shares)), text, {"saturated": shares}, ""
+
+
+def flushed_blocks(facts: Any) -> Iterator[Yielded]:
+    """HS129: operands in which more than 10 % of the blocks lose more than half of their numbers to zero."""
+    shares = {place: share for place, share in _worst(facts, 1).items() if share > _FLUSHED}
+    if shares:
+        text = f"In up to {max(shares.values()):.1%} of the blocks of an operand most of the numbers become 0."
+        yield "warning", listed(list(shares)), text, {"flushed": shares}, ""
+
+
+def gradients_below_the_noise(facts: Any) -> Iterator[Yielded]:
+    """HS130: gradients whose norm is below sqrt(3) times the norm of the noise that rounding adds to them."""
+    noise = {f"{layer.name}: {name}": pair for layer in _layers(facts) for name, pair in layer.history.noise.items()}
+    numbers = _read([part for pair in noise.values() for part in pair])
+    pairs = zip(noise, numbers[::2], numbers[1::2], strict=True)
+    ratios = {name: norm / added for name, norm, added in pairs if norm < _LEAST_RATIO * added}
+    if ratios:
+        text = f"A gradient is {min(ratios.values()):.2g} times the noise of its rounding; it needs 1.73 times."
+        yield "warning", listed(list(ratios)), text, {"ratio": ratios}, ""
+
+
+def sizes_without_a_kernel(facts: Any) -> Iterator[Yielded]:
+    """HS131: layers of a size that the emulation takes, and ``torch._scaled_mm`` does not."""
+    sizes: dict[str, int] = {}
+    for layer in _layers(facts):
+        given = {"inputs": layer.module.in_features, "outputs": layer.module.out_features}
+        if any(layer.recipe.weight_gradient):
+            given["tokens"] = layer.history.tokens
+        sizes |= {f"{layer.name}: {size} {what}": size for what, size in given.items() if size % _KERNEL}
+    if sizes:
+        text = f"{_KERNEL} does not divide a size, which kernels for fp8, MX and NVFP4 ask for; here it is emulated."
+        yield "note", listed(list(sizes)), text, {"sizes": sizes}, ""
+
+
+RULES: dict[str, tuple[Callable[[Any], Iterator[Yielded]], str]] = {
+    "HS128": (
+        saturating_tensors,
+        "Take current scales (amax='current') and scale_rule='rceil', with which nothing saturates.",
+    ),
+    "HS129": (
+        flushed_blocks,
+        "Take smaller blocks, a format with more exponents, or a Hadamard transform; or leave the layer out: "
+        "amp.set_products(layer, None).",
+    ),
+    "HS130": (
+        gradients_below_the_noise,
+        "Stop rounding in the backward pass: amp.set_products(model, None, passes='backward').",
+    ),
+    "HS131": (sizes_without_a_kernel, "Pad the size to a multiple of 16 before you train on a chip with these units."),
+}
+"""The rules by code, each with its fix."""
