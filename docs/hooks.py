@@ -40,8 +40,8 @@ _OUTPUT = re.compile(r'<div class="language-(?:text|console) highlight">.*?</div
 
 
 def bytes_table(found: Iterable[MemoryLine]) -> str:
-    """Bytes a parameter, line by line."""
-    head = "| optimizer | at | weight | master | state | gradient | sum |\n" + "|---" * 7 + "|"
+    """Return the bytes per parameter, line by line."""
+    head = "| optimizer | level, dtype | weight | master | state | gradient | total |\n" + "|---" * 7 + "|"
     rows = [
         f"| {line.optimizer} | {line.level} {line.dtype} | "
         + " | ".join(f"{size:g}" for size in (*line[3:7], line.total))

@@ -155,7 +155,7 @@ def row(name: str, level: str, half: torch.dtype, device: str) -> tuple[str, str
 PAGE = (Path(__file__).resolve().parents[2] / "docs/precision.md").read_text().partition("{ #paddle }")[2]
 DIFFERENT_OPS, DIFFERENT_LISTS = (
     {name for row in table.splitlines() if row.startswith("| `") for name in re.findall("`(.+?)`", row.split("|")[1])}
-    for table in PAGE.split("And of custom lists:")
+    for table in PAGE.split("For custom lists, these rows differ:")
 )
 
 

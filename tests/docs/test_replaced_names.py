@@ -35,7 +35,7 @@ def test_every_replaced_name_is_in_the_table(report: dict[str, list[str]]) -> No
 
 @pytest.mark.exhaustive
 def test_torch_has_its_own_back_after_the_last_session(report: dict[str, list[str]]) -> None:
-    assert report["after"] == sorted(name for name, how_long in rows_of(TABLE) if how_long == "for ever")
+    assert report["after"] == sorted(name for name, how_long in rows_of(TABLE) if how_long == "forever")
 
 
 @pytest.mark.exhaustive
