@@ -149,3 +149,5 @@ def test_the_built_site_has_no_fault_and_its_search_finds_the_right_page_first(t
     subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
     assert [*check(tmp_path, "https://halfstep.github.io/halfstep/"), *wrong(tmp_path)] == []
     assert len(SEARCHES) >= 20
+    assert '<span class="option">--opt-level</span>' in (tmp_path / "command-line/index.html").read_text()
+    assert 'class="wide language-text' in (tmp_path / "troubleshooting/index.html").read_text()
