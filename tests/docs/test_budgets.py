@@ -23,13 +23,13 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "halfstep"
 
 BUDGETS = {  # calls, files, returns
-    "O2 bfloat16, SGD, scale_loss": (100, 26, 12),
-    "O2 bfloat16, SGD, scale_loss, emulate=False": (73, 23, 12),
-    "O2 float16, torch AdamW, scale_loss": (134, 33, 24),
+    "O2 bfloat16, SGD, scale_loss": (99, 25, 12),
+    "O2 bfloat16, SGD, scale_loss, emulate=False": (72, 22, 12),
+    "O2 float16, torch AdamW, scale_loss": (131, 32, 23),
     "GradScaler, SGD": (40, 12, 9),
-    "FusedAdam.step": (21, 7, 2),
+    "FusedAdam.step": (18, 6, 2),
     "Model.fit at O1": (68, 9, 3),
-    "Executor.run at O2": (106, 25, 19),
+    "Executor.run at O2": (105, 24, 17),
 }
 
 GROUPS = {  # rooms, of which each change may take lines from one to another
@@ -40,8 +40,8 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
     "diagnostics": ("diagnostics",),
     "paddle": ("paddle",),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_986, "compat": 3_459, "diagnostics": 4_231, "paddle": 1_458}
-ALL_CODE_LINES = 23_095
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_976, "compat": 3_459, "diagnostics": 4_231, "paddle": 1_458}
+ALL_CODE_LINES = 23_085
 FEATURES = {"diagnosis": (484, 550), "formats": (1_500, 1_300), "searching": (900, 700)}
 FEATURES |= {"profiling": (1_100, 900), "parity": (500, 450)}
 """Lines of code of a room and of its tests. The budgets of all sources and all tests leave them out (issue 48)."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
 
 from .expr import ElementwiseKernel, trace
 from .storage import Storage
-from .tensor_table import Launcher, Scalars, ScalarTable, TensorTable
+from .tensor_table import Launcher, ScalarTable, TensorTable
 
 __all__ = ["GeneratedLauncher", "Layout", "layout_of", "scalar_names"]
 
@@ -41,7 +40,7 @@ def scalar_names(kernel: ElementwiseKernel, layout: Layout) -> tuple[str, ...]:
 
 
 class GeneratedLauncher(Launcher):
-    """A generated kernel prepared for a table.
+    """A generated kernel prepared for a table. A backend has the call.
 
     Args:
         kernel: the kernel.
@@ -58,31 +57,3 @@ class GeneratedLauncher(Launcher):
         self._results = torch.zeros(kernel.results, len(table), dtype=torch.float64, device=table.device)
         places = {name: range(slot, slot + len(storage.dtypes)) for name, slot, storage in layout.columns}
         self._written = [part for name in trace(kernel).stores for part in places[name]]
-
-    def __call__(
-        self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Run the kernel; see ``Launcher``."""
-        pointers = self._pointers
-        results = torch.zeros_like(self._results) if self._finds else self._results
-        if pointers.chunks:
-            staged = pointers.memory.staged
-            if staged:
-                pointers.memory.stage_in()
-            self._run(self._scalars.fill(scalars), skip, found, results)
-            if staged:
-                pointers.memory.stage_out(self._written)
-        return results
-
-    @abstractmethod
-    def _run(
-        self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, results: torch.Tensor
-    ) -> None:
-        """Run the generated code.
-
-        Args:
-            numbers: the table of scalars.
-            skip: see ``Launcher``.
-            found: see ``Launcher``.
-            results: zeros that the kernel overwrites with its results.
-        """

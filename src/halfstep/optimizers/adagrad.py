@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.checks import arguments
+from ..core.errors import ArgumentValueError
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars, of_rows
 from ..torch_internals.torch_compat import fused_adagrad_
 from .base import FusedOptimizer, Hyper, Step
-from .options import MasterForm, check_hyperparameters
+from .options import CommonOptions
 from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["FusedAdagrad", "adagrad", "adagrad_scalars"]
 
@@ -81,11 +85,7 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: decoupled weight decay; False adds weight decay to the gradient.
         lr_decay: the rate is divided by 1 + (step - 1) * lr_decay.
         initial_accumulator_value: the initial value of the sum.
-        master_weights: see ``FusedOptions``.
-        maximize: maximize the objective instead of minimizing it.
-        max_grad_norm: see ``FusedOptions``.
-        rounding: see ``FusedOptions``.
-        seed: seed of stochastic rounding.
+        **common: the options that all fused optimizers share; see ``CommonOptions``.
 
     Raises:
         ArgumentValueError: for a value out of range.
@@ -102,16 +102,14 @@ class FusedAdagrad(FusedOptimizer):
         *,
         lr_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
-        master_weights: MasterForm = None,
-        maximize: bool = False,
-        max_grad_norm: float | None = None,
-        rounding: Any = "nearest",
-        seed: int = 0,
+        **common: Unpack[CommonOptions],
     ) -> None:
+        if common.get("state_dtype") is not None:
+            raise ArgumentValueError(
+                f"state_dtype={common['state_dtype']!r} is for moments, which are averages. FusedAdagrad adds up "
+                "squares, and a sum that is rounded stops growing; leave state_dtype out."
+            )
         super().__init__(**arguments(locals()))
-
-    def _check(self, group: Hyper) -> None:
-        check_hyperparameters(group, "lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value")
 
     def _layout(self, group: Hyper) -> StateLayout:
         return {"step": NUMBER, "sum": StateSpec(torch.float32, group["initial_accumulator_value"])}

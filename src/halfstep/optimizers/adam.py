@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.checks import arguments
-from ..core.dtypes import StateForm
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars, of_rows
 from ..torch_internals.torch_compat import fused_adam_, fused_adamw_
-from .base import FusedOptimizer, Hyper, Step, one_minus_power
-from .options import MasterForm, check_hyperparameters
+from .base import FusedOptimizer, Hyper, Step, bias_corrections
+from .options import MasterForm, NamedOptions
 from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["FusedAdam", "adam", "adam_scalars", "amsgrad"]
 
@@ -82,6 +84,7 @@ def adam_scalars(group: Hyper, t: Number, factor: Number) -> dict[str, Number]:
     beta1, beta2 = group["betas"]
     lr, weight_decay, decoupled = group["lr"], group["weight_decay"], group["adam_w_mode"]
     corrected = group["bias_correction"]
+    first, second = bias_corrections((beta1, beta2), t) if corrected else (1.0, 1.0)
     return {
         "factor": factor,
         "l2": 0.0 if decoupled else weight_decay,
@@ -89,8 +92,8 @@ def adam_scalars(group: Hyper, t: Number, factor: Number) -> dict[str, Number]:
         "new1": 1.0 - beta1,
         "beta2": beta2,
         "new2": 1.0 - beta2,
-        "step_size": lr / one_minus_power(beta1, t) if corrected else lr,
-        "root": one_minus_power(beta2, t) ** -0.5 if corrected else 1.0,
+        "step_size": lr / first,
+        "root": second**-0.5,
         "eps": group["eps"],
         "lr": lr,
         "beta1": beta1,
@@ -117,12 +120,9 @@ class FusedAdam(FusedOptimizer):
         amsgrad: keep the largest second moment.
         set_grad_none: the default of ``zero_grad(set_to_none=...)``.
         capturable: accepted for Apex and torch; every step can be captured in a CUDA graph.
-        master_weights: see ``FusedOptions``.
-        maximize: maximize the objective instead of minimizing it.
-        max_grad_norm: see ``FusedOptions``; clips within the step.
-        state_dtype: storage of the moments; see ``FusedOptions``.
-        rounding: see ``FusedOptions``.
-        seed: seed of stochastic rounding.
+        master_weights: see ``CommonOptions``.
+        max_grad_norm: see ``CommonOptions``.
+        **common: the other options that all fused optimizers share; see ``CommonOptions``.
 
     Raises:
         ArgumentValueError: for a value out of range.
@@ -142,16 +142,10 @@ class FusedAdam(FusedOptimizer):
         capturable: bool = False,
         master_weights: MasterForm = None,
         *,
-        maximize: bool = False,
         max_grad_norm: float | None = None,
-        state_dtype: StateForm = None,
-        rounding: Any = "nearest",
-        seed: int = 0,
+        **common: Unpack[NamedOptions],
     ) -> None:
         super().__init__(**arguments(locals()))
-
-    def _check(self, group: Hyper) -> None:
-        check_hyperparameters(group, "lr", "betas", "eps", "weight_decay")
 
     def _layout(self, group: Hyper) -> StateLayout:
         layout = {"step": NUMBER, "exp_avg": FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT}

@@ -28,7 +28,7 @@ from .options import warn_of_lost_updates
 from .param_rows import NUMBER, GroupRows, ParamRows, StateLayout
 from .release import GradientRelease
 
-__all__ = ["FusedOptimizer", "Hyper", "Step", "one_minus_power"]
+__all__ = ["FusedOptimizer", "Hyper", "Step", "bias_corrections"]
 
 
 _FEW = 64  # numbers: they are read faster than an op computes with them
@@ -68,11 +68,12 @@ class Step(NamedTuple):
         return self.t
 
 
-def one_minus_power(beta: float, t: float | torch.Tensor) -> Any:
-    """``1 - beta ** t``, where ``t`` is the ``t`` of a ``Step``."""
-    if not isinstance(t, torch.Tensor) or t.dtype is torch.float64 or not 0.0 < beta < 1.0:
-        return 1.0 - beta**t
-    return -torch.expm1(t * math.log(beta))  # 1 - 0.999 ** 1 has four digits in float32
+def bias_corrections(betas: Iterable[float], t: float | torch.Tensor) -> list[Any]:
+    """``1 - beta ** t`` of each beta, where ``t`` is the ``t`` of a ``Step``."""
+    if not isinstance(t, torch.Tensor) or t.dtype is torch.float64:
+        return [1.0 - beta**t for beta in betas]
+    # 1 - 0.999 ** 1 has four digits in float32
+    return [-torch.expm1(t * math.log(beta)) if 0.0 < beta < 1.0 else 1.0 - beta**t for beta in betas]
 
 
 OnGradients = Callable[[Sequence[ParamRows], Number], None]
@@ -93,10 +94,6 @@ class FusedOptimizer(FusedState):
     _step_supports_amp_scaling = True
 
     # ---- what a subclass says
-
-    def _hyper(self, group: Hyper) -> Hyper:
-        """The hyperparameters of a group under the names that ``_layout`` and ``_update`` know them by."""
-        return group
 
     def _layout(self, group: Hyper) -> StateLayout:
         """Return the layout of the state of a parameter, by the names that it has in ``state[param]``."""
@@ -231,7 +228,7 @@ class FusedOptimizer(FusedState):
         check_kind("closure", closure, (Callable, NoneType), what)  # type: ignore[arg-type]
 
     def _gather(self) -> list[tuple[Hyper, GroupRows]]:
-        """The rows of every group that has gradients, from the last step where nothing else changed."""
+        """The groups that have gradients with their rows, from the last step where nothing else changed."""
         fused, groups, first = self._fused, [], 0
         # Whether every entry of the state is the one that it was. No tensor is hashed, which takes long.
         (params, entries), state = fused.known_state, self.state
@@ -242,11 +239,11 @@ class FusedOptimizer(FusedState):
             params = group["params"]
             positions = range(first, first + len(params))
             known = fused.groups.get(index)
-            hyper, rows = self._rows_of(known, group, params, positions, same_state)
+            rows = self._rows_of(known, group, params, positions, same_state)
             if rows is not known:
                 fused.groups[index], changed = rows, True
             if rows.rows:
-                groups.append((hyper, rows))
+                groups.append((group, rows))
             first += len(params)
         if changed:
             fused.known_state = list(state), list(state.values())
@@ -261,7 +258,7 @@ class FusedOptimizer(FusedState):
         params: list[torch.Tensor],
         positions: Sequence[int],
         same_state: bool = False,
-    ) -> tuple[Hyper, GroupRows]:
+    ) -> GroupRows:
         """The rows of some parameters of a group: those known from an earlier step where nothing else changed.
 
         Args:
@@ -272,14 +269,13 @@ class FusedOptimizer(FusedState):
             same_state: True if ``state`` is known to have the same entries as in that step.
         """
         fused = self._fused
-        hyper = self._hyper(group)
-        layout = self._layout(hyper)
+        layout = self._layout(group)
         if fused.options.rounding == "stochastic":
             layout = {"step": NUMBER, **layout}
         if known is None or not known.renew(params, self.state, layout, known=same_state):
-            self._complete_state(hyper, params)
-            known = GroupRows(params, self.state, layout, fused.options, positions, self._marks(hyper, params))
-        return hyper, known
+            self._complete_state(group, params)
+            known = GroupRows(params, self.state, layout, fused.options, positions, self._marks(group, params))
+        return known
 
     def _warn_once(self) -> None:
         self._fused.warned = True

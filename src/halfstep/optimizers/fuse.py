@@ -18,11 +18,12 @@ from ..parameters.split import entries, master_value
 from ..torch_internals.torch_compat import is_traceable_wrapper_subclass
 from .adagrad import FusedAdagrad
 from .adam import FusedAdam
-from .base import FusedOptimizer, Hyper
+from .base import FusedOptimizer, Hyper, Step
 from .class_swap import counts_steps, rebase
 from .fused_state import FusedData
 from .muon import FusedMuon
 from .options import FusedOptions, MasterForm
+from .param_rows import ParamRows, StateLayout
 from .sgd import FusedSGD
 
 __all__ = ["OfTorch", "can_fuse", "fuse", "fused_base", "has_moments", "unfuse"]
@@ -87,11 +88,11 @@ class OfTorch(FusedOptimizer):
                     kept.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
         super().__setstate__(state)
 
-    def _hyper(self, group: Hyper) -> Hyper:
+    def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
         hyper = {**group, **self._fixed, **{ours: group[theirs] for ours, theirs in self._renamed}}
         if isinstance(group["lr"], torch.Tensor):
             hyper["lr"] = group["lr"].reshape(())
-        return hyper
+        super()._update(hyper, rows, step)
 
 
 _hooked_step = torch.optim.Optimizer.profile_hook_step(FusedOptimizer.step)
@@ -135,9 +136,9 @@ class Adagrad(OfTorch, FusedAdagrad, torch.optim.Adagrad):
     _fixed: ClassVar = {"adagrad_w_mode": False}
     __init__ = torch.optim.Adagrad.__init__
 
-    def _hyper(self, group: Hyper) -> Hyper:
+    def _layout(self, group: Hyper) -> StateLayout:
         initial = self.defaults["initial_accumulator_value"]  # torch does not read it from groups
-        return {**super()._hyper(group), "initial_accumulator_value": initial}
+        return super()._layout({**group, "initial_accumulator_value": initial})
 
 
 class Muon(OfTorch, FusedMuon, torch.optim.Muon):
@@ -145,7 +146,7 @@ class Muon(OfTorch, FusedMuon, torch.optim.Muon):
 
     plain = torch.optim.Muon
     _counts = False
-    _fixed: ClassVar = {"use_muon": True}
+    _fixed: ClassVar = {}
     __init__ = torch.optim.Muon.__init__
 
 
@@ -185,9 +186,9 @@ def fuse(
 
     Args:
         optimizer: an instance of exactly one of these classes, not yet passed to ``amp.initialize``.
-        master_weights: see ``FusedOptions``.
-        max_grad_norm: see ``FusedOptions``.
-        state_dtype: see ``FusedOptions``.
+        master_weights: see ``CommonOptions``.
+        max_grad_norm: see ``CommonOptions``.
+        state_dtype: see ``CommonOptions``.
 
     Returns:
         The optimizer.

@@ -13,7 +13,7 @@ import torch
 
 from ..core.checks import check_optimizer_state
 from ..core.dtypes import StateForm
-from ..core.errors import UsageError
+from ..core.errors import ArgumentTypeError, UsageError
 from ..kernels.shards import is_sharded
 from ..parameters.held_masters import settle
 from ..parameters.master_registry import is_saved_elsewhere
@@ -22,7 +22,7 @@ from ..parameters.table import OptimizerTable
 from ..torch_internals.callers import caller_in
 from ..torch_internals.torch_compat import STATE_MODULE
 from . import moments
-from .options import FusedOptions
+from .options import CommonOptions, FusedOptions, check_hyperparameters
 from .param_rows import GroupRows, StateLayout, codes_of
 
 if TYPE_CHECKING:
@@ -87,14 +87,17 @@ class FusedState(torch.optim.Optimizer):
     Args:
         params: parameters or groups of them.
         set_grad_none: the default of ``zero_grad(set_to_none=...)``.
-        given: the fields of ``FusedOptions``, and the defaults of the groups.
+        common: the options that all fused optimizers share.
+        defaults: the defaults of the groups, and the shared options that a class takes by position.
+
+    Raises:
+        ArgumentTypeError: for an option that ``CommonOptions`` does not have.
 
     Attributes:
         table, options, set_grad_none, grad_norm, release, on_gradients: see ``FusedData``.
     """
 
     _fused: FusedData
-    _hyper: Callable[[Hyper], Hyper]
     _layout: Callable[[Hyper], StateLayout]
 
     table: OptimizerTable = _field("table")
@@ -104,14 +107,22 @@ class FusedState(torch.optim.Optimizer):
     release: GradientRelease | None = _field("release")
     on_gradients: tuple[Callable[..., None], ...] = _field("on_gradients")
 
-    def __init__(self, params: Any, *, set_grad_none: bool = True, **given: Any) -> None:
-        options = {each.name: given.pop(each.name) for each in fields(FusedOptions) if each.name in given}
-        self._fused = FusedData.of(self, FusedOptions(**options), set_grad_none)
-        self._check(given)
-        super().__init__(params, given)
+    def __init__(self, params: Any, common: CommonOptions, *, set_grad_none: bool = True, **defaults: Any) -> None:
+        given: dict[str, Any] = {"maximize": False, **common}
+        if unknown := given.keys() - CommonOptions.__annotations__:
+            raise ArgumentTypeError(
+                f"{type(self).__name__} takes no argument {', '.join(sorted(unknown))}. The options of all fused "
+                f"optimizers are {', '.join(CommonOptions.__annotations__)}."
+            )
+        defaults["maximize"] = given.pop("maximize")
+        given |= {each.name: defaults.pop(each.name) for each in fields(FusedOptions) if each.name in defaults}
+        self._fused = FusedData.of(self, FusedOptions(**given), set_grad_none)
+        self._check(defaults)
+        super().__init__(params, defaults)
 
     def _check(self, group: Hyper) -> None:
-        """Refuse hyperparameters of a group that this optimizer cannot use; a subclass says which."""
+        """Refuse hyperparameters of a group that are out of range; a subclass may refuse more."""
+        check_hyperparameters(group)
 
     def add_param_group(self, param_group: Hyper) -> None:
         """Add a group; what it does not say has its default.
@@ -246,7 +257,7 @@ class FusedState(torch.optim.Optimizer):
 
     def _widen_moments(self, group: Hyper, state: dict[str, Any]) -> None:
         """Make float32 tensors of the 8-bit codes in the state of a parameter of a group."""
-        for name, spec in self._layout(self._hyper(group)).items():
+        for name, spec in self._layout(group).items():
             codes, absmax = moments.keys(name, codes_of(spec))
             if codes in state:
                 state[name] = moments.value(state, name, codes_of(spec))

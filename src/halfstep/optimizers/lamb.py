@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.checks import arguments
-from ..core.dtypes import StateForm
 from ..core.errors import ArgumentValueError
 from ..kernels.expr import elementwise_kernel
 from ..kernels.tensor_table import Number
-from .base import FusedOptimizer, Hyper, Step, one_minus_power
-from .options import MasterForm, check_hyperparameters
+from .base import FusedOptimizer, Hyper, Step, bias_corrections
+from .options import MasterForm, NamedOptions
 from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout, StateSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "FusedLAMB",
@@ -80,6 +82,7 @@ def lamb_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Num
     """
     beta1, beta2 = group["betas"]
     weight_decay, decoupled, corrected = group["weight_decay"], group["adam_w_mode"], group["bias_correction"]
+    first, second = bias_corrections((beta1, beta2), t)
     return {
         "factor": factor,
         "l2": 0.0 if decoupled else weight_decay,
@@ -88,8 +91,8 @@ def lamb_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Num
         "new1": 1.0 - beta1 if group["grad_averaging"] else 1.0,
         "beta2": beta2,
         "new2": 1.0 - beta2,
-        "scale": one_minus_power(beta1, t).reciprocal() if corrected else 1.0,
-        "root": one_minus_power(beta2, t).rsqrt() if corrected else 1.0,
+        "scale": first.reciprocal() if corrected else 1.0,
+        "root": second.rsqrt() if corrected else 1.0,
         "eps": group["eps"],
     }
 
@@ -111,13 +114,10 @@ class FusedLAMB(FusedOptimizer):
         adam_w_mode: decoupled weight decay; False adds weight decay to the gradient.
         grad_averaging: weight the gradient by 1 - betas[0] in the first moment; False uses a weight of 1.
         set_grad_none: the default of ``zero_grad(set_to_none=...)``.
-        max_grad_norm: see ``FusedOptions``; None does not clip.
+        max_grad_norm: see ``CommonOptions``; None does not clip.
         use_nvlamb: scale by the ratio of norms even if ``weight_decay`` is 0.
-        master_weights: see ``FusedOptions``.
-        maximize: maximize the objective instead of minimizing it.
-        state_dtype: storage of the moments; see ``FusedOptions``.
-        rounding: see ``FusedOptions``.
-        seed: seed of stochastic rounding.
+        master_weights: see ``CommonOptions``.
+        **common: the other options that all fused optimizers share; see ``CommonOptions``.
 
     Raises:
         ArgumentValueError: for a value out of range, or ``amsgrad``.
@@ -139,18 +139,12 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: bool = False,
         *,
         master_weights: MasterForm = None,
-        maximize: bool = False,
-        state_dtype: StateForm = None,
-        rounding: Any = "nearest",
-        seed: int = 0,
+        **common: Unpack[NamedOptions],
     ) -> None:
         if amsgrad:
             raise ArgumentValueError("amsgrad=True: LAMB has no AMSGrad variant; leave it False.")
         max_grad_norm = max_grad_norm or None
         super().__init__(**arguments(locals(), "amsgrad"))
-
-    def _check(self, group: Hyper) -> None:
-        check_hyperparameters(group, "lr", "betas", "eps", "weight_decay")
 
     def _layout(self, group: Hyper) -> StateLayout:
         return {"step": NUMBER, "exp_avg": FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT}
@@ -181,7 +175,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         max_grad_norm: as in ``FusedLAMB``.
         use_nvlamb: as in ``FusedLAMB``.
         reduced_precision_dtype: accepted for Apex; every 16-bit parameter gets a master.
-        master_weights: see ``FusedOptions``.
+        master_weights: see ``CommonOptions``.
 
     Raises:
         ArgumentValueError: for a value out of range, or ``amsgrad``.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.checks import arguments, check_kind, check_number
-from ..core.dtypes import StateForm
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..kernels.expr import elementwise_kernel
 from ..kernels.shards import domain_of
@@ -17,8 +16,11 @@ from ..torch_internals.torch_compat import is_flattened
 from .adam import adam, adam_scalars
 from .base import FusedOptimizer, Hyper, Step
 from .newton_schulz import counts_of, matrix_shape, parts_of, product_dtype, unit_singular_values
-from .options import MasterForm, check_hyperparameters
+from .options import CommonOptions
 from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["FusedMuon", "UseMuon", "hidden_matrix", "muon_apply", "muon_direction"]
 
@@ -107,12 +109,7 @@ class FusedMuon(FusedOptimizer):
         adam_eps: ``eps`` of AdamW.
         ns_dtype: dtype of the products; None is bfloat16 on a device with units for it, and float32 elsewhere.
         set_grad_none: the default of ``zero_grad(set_to_none=...)``.
-        master_weights: see ``FusedOptions``.
-        maximize: maximize the objective instead of minimizing it.
-        max_grad_norm: see ``FusedOptions``.
-        state_dtype: storage of momentum and moments; see ``FusedOptions``.
-        rounding: see ``FusedOptions``.
-        seed: seed of stochastic rounding.
+        **common: the options that all fused optimizers share; see ``CommonOptions``.
 
     Raises:
         ArgumentValueError: for a value out of range, a vector with ``use_muon=True``, or a matrix without a name where
@@ -138,12 +135,7 @@ class FusedMuon(FusedOptimizer):
         adam_eps: float = 1e-8,
         ns_dtype: torch.dtype | None = None,
         set_grad_none: bool = True,
-        master_weights: MasterForm = None,
-        maximize: bool = False,
-        max_grad_norm: float | None = None,
-        state_dtype: StateForm = None,
-        rounding: Any = "nearest",
-        seed: int = 0,
+        **common: Unpack[CommonOptions],
     ) -> None:
         super().__init__(**arguments(locals()))
 
@@ -180,9 +172,7 @@ class FusedMuon(FusedOptimizer):
         super().__setstate__(state)
 
     def _check(self, group: Hyper) -> None:
-        check_hyperparameters(group, "lr", "weight_decay", "momentum", "eps")
-        if "betas" in group:
-            check_hyperparameters(group, "betas", "adam_eps")
+        super()._check(group)
         rule, kind, dtype = group.get("use_muon", True), group["adjust_lr_fn"], group.get("ns_dtype")
         if not callable(rule) and not isinstance(rule, bool):
             raise ArgumentTypeError(f"use_muon={rule!r} must be True, False, or a function of name and parameter.")
@@ -198,19 +188,14 @@ class FusedMuon(FusedOptimizer):
             for param in group.get("params", ()):
                 _check_matrix(param[1] if isinstance(param, tuple) else param)
 
-    def _hyper(self, group: Hyper) -> Hyper:
-        if group["use_muon"]:
-            return group
-        return {**group, "eps": group["adam_eps"], "adam_w_mode": True, "bias_correction": True}
-
     def _layout(self, group: Hyper) -> StateLayout:
-        if group["use_muon"]:
+        if _takes_muon(group):
             return {"momentum_buffer": FIRST_MOMENT}
         return {"step": NUMBER, "exp_avg": FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT}
 
     def _marks(self, group: Hyper, params: Sequence[torch.Tensor]) -> list[Hashable]:
         marks = super()._marks(group, params)
-        if not group["use_muon"]:
+        if not _takes_muon(group):
             return marks
         filled: dict[Hashable, int] = {}
         for i, param in enumerate(params):
@@ -222,7 +207,7 @@ class FusedMuon(FusedOptimizer):
         return marks
 
     def _complete_state(self, group: Hyper, params: Iterable[torch.Tensor]) -> None:
-        for param in params if group["use_muon"] else ():
+        for param in params if _takes_muon(group) else ():
             _check_matrix(param)
             if domain_of(param):
                 raise UsageError(
@@ -232,9 +217,10 @@ class FusedMuon(FusedOptimizer):
         super()._complete_state(group, params)
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
-        if not group["use_muon"]:
+        if not _takes_muon(group):
+            hyper = {**group, "eps": group["adam_eps"], "adam_w_mode": True, "bias_correction": True}
             t = step.t if isinstance(group["lr"], torch.Tensor) else step.t_on_host
-            rows.launch(adam, adam_scalars(group, t, step.factor), step.skip)
+            rows.launch(adam, adam_scalars(hyper, t, step.factor), step.skip)
             return
         momentum, nesterov, lr, weights = group["momentum"], group["nesterov"], group["lr"], rows.weights
         shape = matrix_shape(weights[0].shape)
@@ -250,6 +236,12 @@ class FusedMuon(FusedOptimizer):
         stack = unit_singular_values(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rates = {"decay": 1.0 - lr * group["weight_decay"], "rate": lr * _rate(group, *shape)}
         rows.launch(muon_apply, rates, step.skip, beside={"direction": parts_of(stack.contiguous(), weights)})
+
+
+def _takes_muon(group: Hyper) -> bool:
+    """True if the parameters of a group take Muon: groups of torch's Muon do not say so."""
+    taken: bool = group.get("use_muon", True)
+    return taken
 
 
 def _rate(group: Hyper, rows: int, columns: int) -> float:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.checks import arguments
-from ..core.dtypes import StateForm
 from ..core.errors import ArgumentValueError
 from ..core.scalars import in_scalar_dtype, scalar_dtype
 from ..kernels.expr import elementwise_kernel
 from ..kernels.shards import complete_max
 from ..kernels.tensor_table import Number
-from .base import FusedOptimizer, Hyper, Step, one_minus_power
-from .options import MasterForm, check_hyperparameters
+from .base import FusedOptimizer, Hyper, Step, bias_corrections
+from .options import CommonOptions
 from .param_rows import FIRST_MOMENT, NUMBER, ParamRows, StateLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["FusedNovoGrad", "moving_norm", "novograd", "novograd_scalars"]
 
@@ -50,8 +52,9 @@ def novograd_scalars(group: Hyper, t: torch.Tensor, factor: Number, moving: torc
     beta1, beta2 = group["betas"]
     lr, weight_decay, inside = group["lr"], group["weight_decay"], group["reg_inside_moment"]
     corrected = group["bias_correction"]
-    denominator = (moving / one_minus_power(beta2, t).sqrt() if corrected else moving) + group["eps"]
-    rate = lr / one_minus_power(beta1, t) if corrected else lr
+    first, second = bias_corrections((beta1, beta2), t)
+    denominator = (moving / second.sqrt() if corrected else moving) + group["eps"]
+    rate = lr / first if corrected else lr
     return {
         "factor": factor / denominator if inside else factor,
         "l2": weight_decay if inside else 0.0,
@@ -80,12 +83,7 @@ class FusedNovoGrad(FusedOptimizer):
         norm_type: 2, or 0 for the largest magnitude.
         init_zero: start the norm at zero; False starts at the first gradient's norm.
         set_grad_none: the default of ``zero_grad(set_to_none=...)``.
-        master_weights: see ``FusedOptions``.
-        maximize: maximize the objective instead of minimizing it.
-        max_grad_norm: see ``FusedOptions``.
-        state_dtype: storage of the moments; see ``FusedOptions``.
-        rounding: see ``FusedOptions``.
-        seed: seed of stochastic rounding.
+        **common: the options that all fused optimizers share; see ``CommonOptions``.
 
     Raises:
         ArgumentValueError: for a value out of range, another norm, or ``amsgrad``.
@@ -105,20 +103,14 @@ class FusedNovoGrad(FusedOptimizer):
         norm_type: int = 2,
         init_zero: bool = False,
         set_grad_none: bool = True,
-        *,
-        master_weights: MasterForm = None,
-        maximize: bool = False,
-        max_grad_norm: float | None = None,
-        state_dtype: StateForm = None,
-        rounding: Any = "nearest",
-        seed: int = 0,
+        **common: Unpack[CommonOptions],
     ) -> None:
         if amsgrad:
             raise ArgumentValueError("amsgrad=True: NovoGrad has no AMSGrad variant here; leave it False.")
         super().__init__(**arguments(locals(), "amsgrad"))
 
     def _check(self, group: Hyper) -> None:
-        check_hyperparameters(group, "lr", "betas", "eps", "weight_decay")
+        super()._check(group)
         if group["norm_type"] not in (0, 2):
             raise ArgumentValueError(f"norm_type={group['norm_type']!r} must be 2, or 0 for the largest magnitude.")
 

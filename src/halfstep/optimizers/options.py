@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -18,28 +18,54 @@ from ..kernels.storage import SPLIT, Storage, dense, plain, stochastic
 from ..torch_internals.callers import callers_level
 from ..torch_internals.torch_compat import is_flattened
 
-__all__ = ["FusedOptions", "MasterForm", "check_hyperparameters", "warn_of_lost_updates"]
+__all__ = [
+    "CommonOptions",
+    "FusedOptions",
+    "MasterForm",
+    "NamedOptions",
+    "check_hyperparameters",
+    "warn_of_lost_updates",
+]
 
 MasterForm = Literal["split", "plain"] | bool | None
 _SMALL = 4096  # elements; a tensor of fewer is not worth 8 bits (Dettmers et al., section 2.3)
 
 
-@dataclass(frozen=True)
-class FusedOptions:
-    """The storage of an optimizer's weights and state, and its clipping.
+class NamedOptions(TypedDict, total=False):
+    """The common options that no constructor takes by position; see ``CommonOptions``."""
+
+    state_dtype: StateForm
+    rounding: Literal["nearest", "stochastic"]
+    seed: int
+    maximize: bool
+
+
+class CommonOptions(NamedOptions, total=False):
+    """The keyword arguments that the constructors of all fused optimizers take.
 
     Attributes:
-        max_grad_norm: the maximum 2-norm of all gradients together, clipped as by ``clip_grad_norm_``; None does not
-            clip.
+        max_grad_norm: the maximum 2-norm of all gradients together, clipped within the step as by ``clip_grad_norm_``;
+            None does not clip, which is the default but for ``FusedLAMB``.
         master_weights: ``"split"`` keeps the fp32 value of a bfloat16 weight as the weight and an int16 remainder,
             ``"plain"`` keeps an fp32 copy, True the former for bfloat16 and the latter for float16, or for both on a
-            CPU without a C++ compiler; None or False updates the 16-bit weight itself.
+            CPU without a C++ compiler; None (default) or False updates the 16-bit weight itself.
         state_dtype: the storage of the moments. ``"8bit"`` keeps 8-bit codes for each moment and one float32 number per
             block of 256 elements (``kernels.blockwise``), except for parameters with fewer than two dimensions, such as
             norms and biases, with fewer than 4,096 elements, or in float64. ``torch.bfloat16`` applies to the first
-            moment, and second moments are float32 then. None is float32.
-        rounding: ``"nearest"`` or, for bfloat16 weights without masters, ``"stochastic"``.
-        seed: the seed of stochastic rounding.
+            moment, and second moments are float32 then. None (default) is float32. ``FusedAdagrad`` has no moments and
+            refuses any other value.
+        rounding: ``"nearest"`` (default) or, for bfloat16 weights without masters, ``"stochastic"``.
+        seed: the seed of stochastic rounding, 0 by default.
+        maximize: maximize the objective instead of minimizing it; False by default.
+    """
+
+    max_grad_norm: float | None
+    master_weights: MasterForm
+
+
+@dataclass(frozen=True)
+class FusedOptions:
+    """The checked values of ``CommonOptions`` for one optimizer, without ``maximize``, which each group may change.
 
     Raises:
         ArgumentValueError: for a value that is not allowed.
@@ -108,28 +134,29 @@ class FusedOptions:
         return dense(self.state_dtype if lower else torch.float32)  # type: ignore[arg-type]
 
 
-def check_hyperparameters(group: Mapping[str, Any], *names: str) -> None:
+_NUMBERS = ("lr", "eps", "weight_decay", "momentum", "adam_eps", "lr_decay", "initial_accumulator_value")
+
+
+def check_hyperparameters(group: Mapping[str, Any]) -> None:
     """Refuse hyperparameters of a group below 0 or not finite, and ``betas`` that are not two numbers in [0, 1).
 
     Args:
         group: a parameter group, or the defaults of all groups. A tensor in it is read.
-        names: the entries to check.
 
     Raises:
         ArgumentValueError: if a number is out of range.
         ArgumentTypeError: if a value is not a number.
     """
-    for name in names:
-        value = group[name]
-        if name != "betas":
-            check_number(name, value)
-            continue
-        if not isinstance(value, (tuple, list)):
-            raise ArgumentTypeError(f"betas={value!r} must be two numbers, each at least 0 and below 1.")
-        if len(value) != 2:
-            raise ArgumentValueError(f"betas={value!r} must be two numbers, each at least 0 and below 1.")
-        check_number("betas[0]", value[0], below=1.0)
-        check_number("betas[1]", value[1], below=1.0)
+    for name in _NUMBERS:
+        if name in group:
+            check_number(name, group[name])
+    if "betas" in group:
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            kind = ArgumentValueError if isinstance(betas, (tuple, list)) else ArgumentTypeError
+            raise kind(f"betas={betas!r} must be two numbers, each at least 0 and below 1.")
+        for place, beta in enumerate(betas):
+            check_number(f"betas[{place}]", beta, below=1.0)
 
 
 def warn_of_lost_updates(optimizer: str, groups: Iterable[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any, Literal, NamedTuple
@@ -89,7 +90,7 @@ class ParamRows:
         weights: the parameters, without gradients.
         numbers: the numbers of the state, float32 of shape [rows].
         domain: the processes that hold the other parts.
-        expected: the tensors of the state that this was made for, by name, one of each parameter.
+        state_names: the names of the tensors in the state of each parameter.
         squares, surveyed: what was read of the gradients of this step; None if nothing was.
     """
 
@@ -127,7 +128,7 @@ class ParamRows:
         extra = {"split": "remainder", "plain": "master"}.get(storage.kind)
         names = [*self.numbers, *(key for name, form in kept.items() for key in moments.keys(name, form))]
         names += [extra] if extra else []
-        self.expected = {name: [state[name] for state in states] for name in names}
+        self.state_names = names
         self.table = TensorTable(columns)
         _check_shapes(self.table.columns)
         self._seeds = torch.tensor(positions, dtype=torch.int64, device=self.device) * _ODD[0] + options.seed
@@ -225,7 +226,7 @@ class GroupRows:
         self._layout = dict(layout)
         self._state = state
         grads = [p.grad for p in params]
-        self._missing = [g is None for g in grads]
+        self._missing = list(map(is_, grads, itertools.repeat(None)))
         there = [i for i, grad in enumerate(grads) if grad is not None]
         for i in there:
             check_gradient(params[i], grads[i])  # type: ignore[arg-type]
@@ -244,6 +245,9 @@ class GroupRows:
             )
             for positions in self._positions
         ]
+        # The tensors of the state that the rows were made for, and where each was found.
+        kept = [(entry, name, entry[name]) for rows in self.rows for name in rows.state_names for entry in rows.states]
+        self._entries, self._names, self._tensors = map(list, zip(*kept, strict=True)) if kept else ([], [], [])
 
     def renew(
         self,
@@ -260,7 +264,7 @@ class GroupRows:
         if state is not self._state or len(params) != len(self._params) or layout != self._layout:
             return False
         grads = list(map(_GRAD, params))
-        if [g is None for g in grads] != self._missing or not all(map(is_, params, self._params)):
+        if list(map(is_, grads, itertools.repeat(None))) != self._missing or not all(map(is_, params, self._params)):
             return False
         here = params if self._plain else locals_of(params)
         if list(map(torch.Tensor.data_ptr, here)) != self._addresses:  # param.data = x
@@ -269,9 +273,8 @@ class GroupRows:
             if not known and not all(map(is_, map(state.get, rows.params), rows.states)):
                 return False
             rows.squares = rows.surveyed = None
-            for name, tensors in rows.expected.items():
-                if not all(map(is_, [kept.get(name) for kept in rows.states], tensors)):
-                    return False
+        if not all(map(is_, map(dict.get, self._entries, self._names), self._tensors)):
+            return False
         if len(self.rows) == 1 and len(self._positions[0]) == len(params):  # the usual group
             return self.rows[0].table.renew(grads)
         parts = zip(self.rows, self._positions, strict=True)

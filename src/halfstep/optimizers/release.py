@@ -283,9 +283,9 @@ class GradientRelease:
         for index, found in groups.items():
             members, its = [params[i] for i in found], [places[i][1] for i in found]
             key = index, id(members[0])
-            hyper, rows = optimizer._rows_of(self._rows.get(key), optimizer.param_groups[index], members, its)
-            self._rows[key] = rows
-            taken.append((hyper, rows))
+            group = optimizer.param_groups[index]
+            self._rows[key] = rows = optimizer._rows_of(self._rows.get(key), group, members, its)
+            taken.append((group, rows))
         if self._found is not None:
             for _, group_rows in taken:
                 for one in group_rows.rows:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.checks import arguments
-from ..core.dtypes import StateForm
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars
 from ..torch_internals.torch_compat import fused_sgd_
 from .base import FusedOptimizer, Hyper, Step
-from .options import MasterForm, check_hyperparameters
+from .options import CommonOptions
 from .param_rows import FIRST_MOMENT, NUMBER, ParamRows, StateLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["FusedSGD", "momentum_sgd", "sgd", "sgd_scalars"]
 
@@ -108,12 +110,7 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: accepted for Apex; gradients are never copied.
         set_grad_none: the default of ``zero_grad(set_to_none=...)``. Apex's default is False, which keeps gradients in
             memory and lets parameters that a loss does not reach continue to move by their momentum.
-        master_weights: see ``FusedOptions``.
-        maximize: maximize the objective instead of minimizing it.
-        max_grad_norm: see ``FusedOptions``.
-        state_dtype: storage of ``momentum_buffer``; see ``FusedOptions``.
-        rounding: see ``FusedOptions``.
-        seed: seed of stochastic rounding.
+        **common: the options that all fused optimizers share; see ``CommonOptions``.
 
     Raises:
         ArgumentValueError: for a value out of range, or ``nesterov`` without momentum or with dampening.
@@ -130,19 +127,13 @@ class FusedSGD(FusedOptimizer):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
         set_grad_none: bool = True,
-        *,
-        master_weights: MasterForm = None,
-        maximize: bool = False,
-        max_grad_norm: float | None = None,
-        state_dtype: StateForm = None,
-        rounding: Any = "nearest",
-        seed: int = 0,
+        **common: Unpack[CommonOptions],
     ) -> None:
         self.materialize_master_grads = materialize_master_grads
         super().__init__(**arguments(locals(), "materialize_master_grads"))
 
     def _check(self, group: Hyper) -> None:
-        check_hyperparameters(group, "lr", "momentum", "weight_decay")
+        super()._check(group)
         momentum, dampening = group["momentum"], group["dampening"]
         if isinstance(dampening, bool) or not isinstance(dampening, (int, float)):
             raise ArgumentTypeError(f"dampening must be a number, not {dampening!r}.")

@@ -14,7 +14,7 @@ from ..blockwise import BLOCK
 from ..codegen import GeneratedLauncher, Layout, layout_of, scalar_names
 from ..expr import ElementwiseKernel, Trace, trace
 from ..storage import Storage
-from ..tensor_table import TensorTable
+from ..tensor_table import Scalars, TensorTable
 from . import compiler
 from .blockwise_source import CPP_PRELUDE, suffix
 
@@ -180,17 +180,23 @@ class CppLauncher(GeneratedLauncher):
         self._sums = kernel.sums
         self._library_call = _library_call(kernel, layout)
 
-    def _run(
-        self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, results: torch.Tensor
-    ) -> None:
-        pointers, partial = self._pointers, self._partial
+    def __call__(
+        self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the kernel; see ``Launcher``."""
+        pointers, partial, memory = self._pointers, self._partial, self._pointers.memory
+        results = torch.zeros_like(self._results) if self._finds else self._results
+        if not pointers.chunks:
+            return results
+        if memory.staged:
+            memory.stage_in()
         if skip is not None and self._finds:
             partial.zero_()  # a skipped call writes nothing
         self._library_call(
             *self._chunks,
             self._rows,
-            pointers.memory.values.data_ptr(),
-            numbers.data_ptr(),
+            memory.values.data_ptr(),
+            self._scalars.fill(scalars).data_ptr(),
             None if skip is None else skip.data_ptr(),
             None if found is None else found.data_ptr(),
             partial.data_ptr(),
@@ -201,6 +207,9 @@ class CppLauncher(GeneratedLauncher):
             if len(partial) > self._sums:
                 largest = partial[self._sums :]
                 results[self._sums :].scatter_reduce_(1, pointers.row.expand_as(largest), largest, "amax")
+        if memory.staged:
+            memory.stage_out(self._written)
+        return results
 
 
 @functools.cache

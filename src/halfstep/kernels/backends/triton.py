@@ -19,7 +19,7 @@ import torch
 from ...core.files import generated, write_whole
 from ..codegen import GeneratedLauncher, Layout, layout_of
 from ..expr import ElementwiseKernel
-from ..tensor_table import TensorTable
+from ..tensor_table import Scalars, TensorTable
 from . import launch_config
 from .triton_source import source
 
@@ -42,10 +42,16 @@ class TritonLauncher(GeneratedLauncher):
         self._unseen = torch.zeros_like(self._zero)  # target of checks without a flag
         self._done = torch.zeros(len(table), dtype=torch.int32, device=table.device)
 
-    def _run(
-        self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, results: torch.Tensor
-    ) -> None:
+    def __call__(
+        self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the kernel; see ``Launcher``."""
         pointers = self._pointers
+        results = torch.zeros_like(self._results) if self._finds else self._results
+        if not pointers.chunks:
+            return results
+        pointers.memory.stage_in()
+        numbers = self._scalars.fill(scalars)
         with _on(self._device):
             self._module.kernel[(pointers.chunks,)](
                 pointers.row,
@@ -65,6 +71,8 @@ class TritonLauncher(GeneratedLauncher):
                 num_warps=self._config.warps,
                 **OPTIONS,
             )
+        pointers.memory.stage_out(self._written)
+        return results
 
 
 def _on(device: torch.device) -> AbstractContextManager[None]:
