@@ -146,7 +146,7 @@ class Muon(OfTorch, FusedMuon, torch.optim.Muon):
 
     plain = torch.optim.Muon
     _counts = False
-    _fixed: ClassVar = {}
+    _fixed: ClassVar = {"use_muon": True}
     __init__ = torch.optim.Muon.__init__
 
 
