@@ -73,18 +73,20 @@ def found() -> dict[str, list[int]]:
     return {name: [int(n) for n in re.findall(r"\d+", way)[:3]] for name, _, way in ways}
 
 
-@pytest.mark.skipif(backend_for("cpu") != "compiled", reason="needs the compiled kernels: other backends call others")
+needs_compiler = pytest.mark.skipif(backend_for("cpu") != "compiled", reason="needs the compiled kernels")
+
+
+@needs_compiler
 @pytest.mark.parametrize("name", WALKS)
 def test_a_walk_is_within_its_budget(name: str, found: dict[str, list[int]]) -> None:
     assert not (message := above_walk(name, found[name], BUDGETS[name])), message
 
 
+@needs_compiler
 def test_the_objects_of_an_optimizer_are_within_their_budget() -> None:
-    kinds = attached_kinds()
-    found = len(kinds), sum(map(len, kinds.values()))
-    advice = "See which in `python -m benchmarks objects`."
-    message = above("An attached optimizer", found, KINDS_AND_FIELDS, ("kinds of objects", "fields"), advice)
-    assert not message, message
+    found = len(kinds := attached_kinds()), sum(map(len, kinds.values()))
+    advice, units = "See which in `python -m benchmarks objects`.", ("kinds of objects", "fields")
+    assert not (message := above("An attached optimizer", found, KINDS_AND_FIELDS, units, advice)), message
 
 
 def check_code_lines(what: str, found: int, budget: int) -> None:

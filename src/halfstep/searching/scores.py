@@ -1,7 +1,8 @@
 """The scores of units: how much the rounding of each changes the loss, from one pass in fp32 with a low twin beside it.
 
-Each unit also runs in 16 bits, on the inputs that it has in fp32. Its score is the sum of (g dY)^2, with g the gradient
-of its output and dY the difference of its outputs: the Fisher information of its rounding. The backward pass of the
+Each unit also runs in 16 bits, on the inputs that it has in fp32. Its score is the sum over samples of (sum of g dY)^2,
+with g the gradient of its output and dY the difference of its outputs: the change of the loss to first order. The sum
+inside keeps the signs, because the rounding of a weight is the same error at every place. The backward pass of the
 twin gives a second number: how far the gradients of its weights diverge, as the change of the loss that a step would
 make with them that moves the weights by a thousandth.
 """
@@ -72,7 +73,8 @@ class _Sums:
                 continue
 
             def add(grad: torch.Tensor, place: int = place, error: torch.Tensor = error) -> None:
-                self.forward[name] = self.forward[name] + (grad * error).double().square().sum()
+                changes = torch.atleast_1d(grad * error).double().unsqueeze(-1).flatten(1).sum(1)  # a row is a sample
+                self.forward[name] = self.forward[name] + changes.square().sum()
                 if then is not None:
                     then(place, grad)
 
