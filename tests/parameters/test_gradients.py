@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfstep import amp
-from halfstep.parameters import keeper, table
+from halfstep.parameters import keeper
 from halfstep.parameters import ledger as gradients
 from halfstep.stepping import prepare
 from halfstep.stepping.ranks import ddp_hook as reduction
@@ -28,7 +28,7 @@ with_both_masters = pytest.mark.parametrize("fused", [True, False], ids=["fused"
 
 @pytest.fixture
 def without_grad_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gradients, table, prepare, reduction, keeper):
+    for module in (gradients, prepare, reduction, keeper):
         monkeypatch.setattr(module, "HAS_GRAD_DTYPE", False)
 
 

@@ -73,7 +73,6 @@ def initialize(
     cast_ops: bool | None = None,
     state_dtype: StateForm | str = None,
     products: RecipeChoice = None,
-    master_grad: bool = False,
 ) -> Any:
     """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
 
@@ -146,8 +145,6 @@ def initialize(
             optimizers that were not made with another; None leaves them at fp32.
         products: a ``halfstep.formats.Recipe``, or the name of one such as "mxfp8": linear layers multiply operands of
             eight bits and fewer, at any level. ``amp.set_products`` says which layers, and changes them later.
-        master_grad: True to have fp32 gradients of weights with masters after every block. With False a gradient of a
-            bfloat16 weight stays in bfloat16 if one pass, without a loss scale, has computed it.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -173,7 +170,6 @@ def initialize(
     policy, half = recipe.options.policy, recipe.half
     check_count("num_losses", num_losses)
     check_flag("fused", fused)
-    check_flag("master_grad", master_grad)
     check_kind("verbosity", verbosity, int, "0, 1 or 2")
     check_emulate(emulate)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
@@ -212,7 +208,6 @@ def initialize(
         verbose=verbosity > 0,
     ):
         attached.session = session
-        attached.keeper.table.always_fp32 = master_grad
         if not all(scaler.neutral for scaler in scalers):
             attached.window.subscribers.append(ForgottenScale(policy.compute_dtype is torch.float16))
     if policy.casts_ops or policy.cast_ops:

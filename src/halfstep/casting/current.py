@@ -22,7 +22,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..core.oplists.tables import NATIVE
-from ..parameters.ledger import NARROW, WatchedPass
 from ..torch_internals.compiler_compat import exit_autocast
 from ..torch_internals.torch_compat import jit_tracing_state
 from .config import CastingConfig
@@ -74,7 +73,6 @@ class Patches:
         self._wraps = {name: functools.cache(wrap) for name, wrap in wraps.items()}
         self._hooks = hooks
         self._holders: set[object] = set()
-        self._originals: list[tuple[Any, str, Any]] = []
         self._undo = ExitStack()
         # Each thread may be the first to hold them, or the last. A finalizer that releases them may run inside of both.
         self._lock = threading.RLock()
@@ -88,7 +86,7 @@ class Patches:
                 owner = resolve_name(module)
                 original = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name, None)
                 if original is not None:
-                    self._originals.append((owner, name, original))
+                    self._undo.callback(setattr, owner, name, original)
                     setattr(owner, name, wrap(original))
             for register, hook in self._hooks.items() if first else ():
                 self._undo.callback(register(hook).remove)
@@ -98,13 +96,6 @@ class Patches:
         with self._lock:
             if self._holders == {holder}:
                 self._undo.close()
-                while self._originals:
-                    owner, name, original = self._originals.pop()
-                    if isinstance(over := getattr(owner, name), WatchedPass):  # it was put on later
-                        owner, name = over, "watched"
-                    elif isinstance(original, WatchedPass) and not NARROW:  # it has outlived its use meanwhile
-                        original = original.watched
-                    setattr(owner, name, original)
             self._holders.discard(holder)
 
 

@@ -183,8 +183,7 @@ class CastMode(TorchFunctionMode):
             call_again = self.plan.call_again
             if call_again is None or isinstance(error, (HalfstepError, torch.OutOfMemoryError)):
                 raise
-            rule = rule or (lambda _, func, args, kwargs: func(*args, **kwargs))
-            taken, result = call_again(self, rule, func, args, kwargs or {})
+            taken, result = call_again(self, rule or _as_it_is, func, args, kwargs or {})
             if not taken:
                 raise
             note_meeting()
@@ -226,6 +225,11 @@ class CastMode(TorchFunctionMode):
             return tensor
         half = self.half_of(tensor)
         return tensor if half is None else self.cache.cast(tensor, half)
+
+
+def _as_it_is(mode: CastMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of ops that no list names."""
+    return func(*args, **kwargs)
 
 
 def function_modes() -> list[TorchFunctionMode]:

@@ -113,6 +113,14 @@ class FusedOptimizer(FusedState):
         """
         raise NotImplementedError
 
+    @property
+    def checks_gradients(self) -> bool:
+        """True if a step that is given ``found_inf`` looks for inf and NaN itself, and notes in it what it finds.
+
+        A step that clips does so, because it reads the norm of the gradients.
+        """
+        return self.options.max_grad_norm is not None
+
     # ---- what a user calls
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -348,4 +356,4 @@ class FusedOptimizer(FusedState):
                 if taken is not None:
                     taken.add_(1.0 if flag is None else 1.0 - flag)
                 increment_version(rows.weights)  # kernels write to them behind autograd's back
-                rows.table.columns["grad"][1][0].clear()  # so that `zero_grad` frees them
+                rows.table.release()

@@ -16,7 +16,6 @@ from ..kernels.multi_tensor import group_rows
 from ..kernels.shards import Domain, complete_sum, domain_of
 from ..kernels.tensor_table import TensorTable
 from ..parameters.ledger import widen
-from ..parameters.master_registry import find_master
 from .base import Hyper
 
 __all__ = ["LARC"]
@@ -122,8 +121,7 @@ class LARC:
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
-        # 16 bits would lose the weight decay.
-        widen([p for p in params if p.dtype is torch.float32 or find_master(p) is not None])
+        widen([p for p in params if p.dtype is torch.float32])  # 16 bits would lose the weight decay
         for table, domain in self._renewed(index, params, [p.grad for p in params]):
             grad_norm, param_norm = complete_sum(launch(table, larc_norms, {}), domain).sqrt()
             rate = self.trust_coefficient * param_norm / (grad_norm + param_norm * decay + self.eps)
@@ -132,7 +130,7 @@ class LARC:
             used = (param_norm != 0) & (grad_norm != 0)
             l2 = torch.where(used, torch.full_like(rate, decay), 0.0)
             launch(table, larc_rescale, {"l2": l2, "rate": torch.where(used, rate, 1.0)})
-            table.columns["grad"][1][0].clear()
+            table.release()
 
     def _renewed(
         self, index: int, params: list[torch.Tensor], grads: Sequence[torch.Tensor]

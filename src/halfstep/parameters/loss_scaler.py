@@ -120,9 +120,8 @@ class DeviceLossScaler:
         state = self._state if self._state.scale.device == device else self.state(device)
         self._pick_up()
         limit = self._rule.collapse_after
-        # At so low a scale it is rare that the flag is read.
-        if limit is not None and self._stuck >= limit - 1 and not capturing(device) and found_inf.item():
-            self._refuse_collapse(limit, blame)
+        if limit is not None and self._stuck >= limit - 1 and not capturing(device):
+            self._check_collapse(found_inf, limit, blame)
         self._rule.update_(state, found_inf)
         self._present = None
         self._late.post(found_inf, state.scale)
@@ -193,8 +192,11 @@ class DeviceLossScaler:
         self._present = None
         self._known_scale = scale  # the scale after the latest update that the host has read
         self._stuck = 0  # overflows in a row, up to that update, that began at or below the collapse scale
-        counts = [torch.full((), count, dtype=torch.int32, device=device) for count in (good, bad)]
-        return LossScaleState(torch.full((), scale, dtype=torch.float32, device=device), *counts)
+        return LossScaleState(
+            torch.full((), scale, dtype=torch.float32, device=device),
+            torch.full((), good, dtype=torch.int32, device=device),
+            torch.full((), bad, dtype=torch.int32, device=device),
+        )
 
     def _pick_up(self, *, wait: bool = False) -> None:
         """Log and count the updates whose results have arrived on the host."""
@@ -208,8 +210,10 @@ class DeviceLossScaler:
                 logger.info("Gradient overflow. Skipping step, %s %s loss scale to %g%s", self.name, verb, scale, more)
             self._known_scale = scale
 
-    def _refuse_collapse(self, limit: int, blame: Callable[[], str] | None) -> None:
-        """Raise the error for gradients that have overflowed too many times in a row."""
+    def _check_collapse(self, found_inf: torch.Tensor, limit: int, blame: Callable[[], str] | None) -> None:
+        """Raise an error if the gradients have overflowed. This reads the flag, which is rare at so low a scale."""
+        if not found_inf.item():
+            return
         bad = blame() if blame is not None else "no gradient was looked at"
         raise LossScaleCollapsed(
             f"Gradients have overflowed {limit} times in a row at a loss scale of {self._rule.collapse_scale:g} or "

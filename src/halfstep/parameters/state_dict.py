@@ -7,6 +7,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from ..core.dtypes import HALF_DTYPES
 from ..torch_internals.torch_compat import HAS_GRAD_DTYPE, STATE_INIT, STATE_MODULE
 
 __all__ = ["patch_state_init"]
@@ -63,8 +64,10 @@ def _patch(module: Any) -> None:
         attached = getattr(optimizer, "_amp_stash", None)
         if attached is None:
             return own(optimizer, *args, **kwargs)
-        attached.window.params()
-        attached.window.keeper.gradients.expect(scaled=True)
+        params = attached.window.params()
+        for param in params:
+            if param.grad is None and param.dtype in HALF_DTYPES:
+                param.grad_dtype = None
         result = own(optimizer, *args, **kwargs)
         attached.window.keeper.gradients.expect()
         return result

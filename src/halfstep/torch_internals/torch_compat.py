@@ -50,15 +50,11 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-RUN_BACKWARD: tuple[Any, str] = (torch.autograd, "_engine_run_backward")
-"""The place of the function that ``Tensor.backward``, ``torch.autograd.backward`` and ``grad`` call."""
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 __all__ = [
     "C_NAMESPACES",
     "HAS_GRAD_DTYPE",
-    "RUN_BACKWARD",
     "STATE_INIT",
     "STATE_MODULE",
     "BatchNorm",

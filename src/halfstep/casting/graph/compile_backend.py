@@ -34,8 +34,7 @@ def halfstep(
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     half = parse_dtype(given["dtype"]) if "dtype" in given else default_half(device)
     # Use Dynamo's fake inputs: real inputs would be computed with, and new fakes would get new symbols for their sizes.
-    inputs = zip(module.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
-    fakes = [node.meta.get("example_value", x) for node, x in inputs]
+    fakes = [node.meta.get("example_value", x) for node, x in zip(_placeholders(module), example_inputs, strict=True)]
     traced = make_fx(module, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
     cast = cast_graph(
         traced,
@@ -47,6 +46,10 @@ def halfstep(
     if given.get("inductor", True):
         return compile_with_inductor(cast, list(example_inputs))
     return cast
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
 register_backend("halfstep", halfstep)
