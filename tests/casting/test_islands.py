@@ -35,20 +35,6 @@ class Twice(torch.autograd.Function):
         return grad * 3
 
 
-class Product(torch.autograd.Function):
-    """Saves what an island has returned beside a weight of the body."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return grad @ weight.mT, x.mT @ grad
-
-
 class Inner(nn.Module):
     """Uses a weight of another module, and a buffer of its own."""
 
@@ -212,39 +198,3 @@ def test_an_island_writes_to_its_arguments_and_has_inner_borders() -> None:
     net(x)
     assert (net[0].given, given, net[0][0].weight.dtype) == (FP32, [BF16], BF16)
     assert torch.equal(x, X + 1)
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_function_of_the_users_reads_an_island_and_a_16_bit_weight(level: str) -> None:
-    net = initialized(level, excluded_layers=ISLANDS)(Net())
-    SITUATIONS["product"] = lambda net, x: Product.apply(net.head(x), net.body.weight)
-    net.situation = reference = "product"
-    found = outcome(net, net)
-    torch.testing.assert_close(found, outcome(other := Net(reference), other), rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("out", [FP32, BF16])
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_out_has_its_own_dtype_beside_an_island(level: str, out: torch.dtype) -> None:
-    class Writes(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> Any:
-            wide = self[1](self[0](x))
-            results = [torch.mm(wide, self[0].weight, out=torch.empty(3, 4, dtype=out)) for _ in range(2)]
-            return [*results, torch.add(wide, wide.to(BF16), out=torch.empty(3, 4, dtype=out)) / 2, wide]
-
-    net = initialized(level, excluded_layers="1")(Writes(nn.Linear(4, 4), nn.Linear(4, 4)))
-    with torch.no_grad():
-        *found, wide = net(X)
-    with amp.disable_casts():
-        product = wide.float() @ net[0].weight.float()
-    torch.testing.assert_close([each.float() for each in found], [product, product, wide.float()], rtol=0.02, atol=0.02)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_attention_keeps_its_fast_path_at_o0() -> None:
-    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1).eval()
-    x, mask = X[None], torch.tensor([[False, False, True]])
-    expected = net(x, src_key_padding_mask=mask)
-    net = initialized("O0", excluded_layers=nn.MultiheadAttention)(net)
-    with torch.no_grad():
-        torch.testing.assert_close(net(x, src_key_padding_mask=mask)[:, :2], expected[:, :2])
