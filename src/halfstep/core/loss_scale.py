@@ -1,7 +1,7 @@
 """The rules that move a loss scale, as values.
 
 A rule (``NoLossScale``, ``StaticLossScale``, ``DynamicLossScale``) is frozen; its ``update`` is a pure function from
-a ``LossScaleState`` and a ``found_inf`` flag to the next state. ``gradients.loss_scaler.DeviceLossScaler`` keeps a
+a ``LossScaleState`` and a ``found_inf`` flag to the next state. ``parameters.loss_scaler.DeviceLossScaler`` keeps a
 state and updates it by a rule.
 """
 
