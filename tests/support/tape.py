@@ -106,28 +106,27 @@ class _Recorder(TorchDispatchMode):
 @contextlib.contextmanager
 def imitation() -> Iterator[type[Tape]]:
     """Within the block, C++ kernels go onto tapes too, and the loss scaler knows of a recording."""
-    launch = CppLauncher._run
+    launch = CppLauncher.__call__
 
-    def run(launcher: Any, numbers: Any, skip: Any, found: Any, sums: Any) -> None:
+    def run(launcher: Any, scalars: Any, *, skip: Any = None, found: Any = None) -> Any:
         if recording:
             tape = recording[-1]
             lists = launcher._pointers.memory.parts
-            for part in launcher._written:
-                for tensor in lists[part]:
-                    tape.will_write(tensor)
-            for tensor in (found, sums, launcher._partial):
+            written = [tensor for part in launcher._written for tensor in lists[part]]
+            for tensor in (*written, found, launcher._results, launcher._partial):
                 if tensor is not None:
                     tape.will_write(tensor)
             keep = [list(part) for part in lists]  # their memory stays where it is
-            tape.calls.append(lambda: (keep, launch(launcher, numbers, skip, found, sums)))
+            tape.calls.append(lambda: (keep, results.copy_(launch(launcher, scalars, skip=skip, found=found))))
         with _disable_current_modes():  # what it does with tensors is a part of it
-            launch(launcher, numbers, skip, found, sums)
+            results = launch(launcher, scalars, skip=skip, found=found)
+        return results
 
     known = async_reader.capturing
-    CppLauncher._run = run  # type: ignore[method-assign]
+    CppLauncher.__call__ = run  # type: ignore[method-assign]
     async_reader.capturing = loss_scaler.capturing = lambda device: bool(recording)  # type: ignore[attr-defined]
     try:
         yield Tape
     finally:
-        CppLauncher._run = launch  # type: ignore[method-assign]
+        CppLauncher.__call__ = launch  # type: ignore[method-assign]
         async_reader.capturing = loss_scaler.capturing = known  # type: ignore[attr-defined]
