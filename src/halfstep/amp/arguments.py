@@ -95,7 +95,7 @@ def as_optimizers(caller: str, optimizers: Any, *, wrapped: bool = False) -> lis
         ArgumentTypeError: for anything else.
         UsageError: for an ``FP16_Optimizer``.
     """
-    given = optimizers if isinstance(optimizers, list) else [optimizers][: optimizers is not None]
+    given = optimizers if isinstance(optimizers, list) else [] if optimizers is None else [optimizers]
     if any(type(optimizer).__name__ == "FP16_Optimizer" for optimizer in given):
         raise UsageError(f"An FP16_Optimizer has its own masters and loss scale; give {caller} the bare optimizer.")
     inner = [(wrapped and inner_optimizer(each)) or each for each in given]
