@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep import amp, optimizers
-from halfstep.fp16_utils import FP16_Optimizer
+from halfstep import StaticLossScale, amp, optimizers
 from tests.support.backends import skip_without_compiler
-from tests.support.worlds import advance, scaled_backward, scaled_step, step_and_clear
+from tests.support.doors import DYNAMIC, open_door
+from tests.support.worlds import BF16, FP16, scaled_backward, step_and_clear
 
 BAD = [math.inf, -math.inf, math.nan]
 
@@ -72,206 +72,90 @@ POSITIONS: dict[str, Callable[[Odd], torch.Tensor]] = {  # -> the element to spo
 }
 
 
-def make(model: Odd) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-class Face:
-    """One way to train: ``backward`` leaves scaled gradients, calls ``spoil`` and unscales, ``step`` steps."""
-
-    def __init__(self, model: Odd) -> None:
-        self.model = model
-        self.optimizer = make(model)
-
-    def backward(self, spoil: Callable[[], None]) -> None:
-        raise NotImplementedError
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-    def scale(self) -> float:
-        raise NotImplementedError
-
-
-class ScaleLoss(Face):
-    def __init__(self, model: Odd) -> None:
-        super().__init__(model)
-        amp.initialize(model, self.optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0)
-
-    def backward(self, spoil: Callable[[], None]) -> None:
-        with amp.scale_loss(self.model.loss(), self.optimizer) as scaled:
-            scaled.backward()
-            spoil()
-
-    def scale(self) -> float:
-        return amp.state_dict()["loss_scaler0"]["loss_scale"]
-
-
-class Scaler(Face):
-    early = False
-
-    def __init__(self, model: Odd) -> None:
-        super().__init__(model)
-        self.scaler = amp.GradScaler(init_loss_scaling=2.0**16, decr_every_n_nan_or_inf=1)
-
-    def backward(self, spoil: Callable[[], None]) -> None:
-        self.scaler.scale(self.model.loss()).backward()
-        spoil()
-        if self.early:
-            self.scaler.unscale_(self.optimizer)
-
-    def step(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def scale(self) -> float:
-        return self.scaler.get_scale()
-
-
-class EarlyScaler(Scaler):
-    early = True
-
-
-class Explicit(Face):
-    def __init__(self, model: Odd) -> None:
-        self.model = model
-        self.optimizer = FP16_Optimizer(
-            make(model), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**16}, verbose=False
-        )
-
-    def backward(self, spoil: Callable[[], None]) -> None:
-        self.optimizer.backward(self.model.loss(), update_master_grads=False)
-        spoil()
-        self.optimizer.update_master_grads()
-
-    def scale(self) -> float:
-        return self.optimizer.loss_scale
-
-
-def everything(face: Face) -> list[torch.Tensor]:
-    """Parameters and optimizer state, by value."""
-    state = [v for entry in face.optimizer.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
-    return [t.detach().to_dense().clone() for t in (*face.model.parameters(), *state)]
+PASSES = ["O0", "handle", "wrap_optimizer", "FP16_Optimizer", "GradScaler", "GradScaler, unscale_"]
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)
 @pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("face", [ScaleLoss, Scaler, EarlyScaler, Explicit])
-def test_nothing_moves(face: type[Face], position: str, bad: float) -> None:
-    training = face(Odd())
-    training.backward(lambda: None)
-    training.step()
-    training.optimizer.zero_grad()
-    before, scale, last = everything(training), training.scale(), training.model.last.detach().clone()
-    assert all(p.detach().ne(1).all() for p in (training.model.first, training.model.last))
+@pytest.mark.parametrize("name", PASSES)
+def test_nothing_moves_wherever_a_gradient_is_not_finite(name: str, position: str, bad: float) -> None:
+    door = open_door(name, momentum, model=Odd())
 
-    training.backward(lambda: POSITIONS[position](training.model).fill_(bad))
-    training.step()
-    training.optimizer.zero_grad()
-    after = everything(training)
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    assert training.scale() == scale / 2
+    def train(spoil: Any = lambda: None) -> None:
+        door.backward(door.model.loss(), spoil)
+        door.step()
+        door.optimizer.zero_grad()
 
-    training.backward(lambda: None)
-    training.step()
-    assert not torch.equal(training.model.last, last)
+    train()
+    before, scale, last = door.everything(), door.scale(), door.model.last.detach().clone()
+    assert all(p.detach().ne(1).all() for p in (door.model.first, door.model.last))
+    train(lambda: POSITIONS[position](door.model).fill_(bad))
+    assert all(map(torch.equal, door.everything(), before))
+    assert door.scale() == scale / 2
+    train()
+    assert not torch.equal(door.model.last, last)
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], int]] = {  # how it is made, and how often its step reads the device
+    "SGD": (lambda params: torch.optim.SGD(params, lr=0.1, foreach=False), 1),
+    "SGD, fused": (lambda params: torch.optim.SGD(params, lr=0.1, fused=True), 0),
+    "SGD, dampened": (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5, fused=True), 0),
+    "Adam": (lambda params: torch.optim.Adam(params, lr=0.1, eps=1e-3, foreach=False), 1),  # eps that float16 has
+    "AdamW, fused": (lambda params: torch.optim.AdamW(params, lr=0.1, fused=True), 0),
+    "FusedAdam": (lambda params: optimizers.FusedAdam(params, lr=0.1), 0),
+}
+LEVELS = ["O0", "O1", "O2", "O2, fused=False", "O3"]
+TRAINED = [*LEVELS, "handle", "wrap_optimizer", "FP16_Optimizer", "GradScaler", "GradScaler, attached"]
+TRAINED += ["GradScaler, unscale_", "GradScaler, attached, unscale_"]
+TRAINED += ["torch's GradScaler", "torch's GradScaler, attached"]
+TRAINED += ["TrainStep, O0", "TrainStep, O1", "TrainStep, O2", "TrainStep, GradScaler"]
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW, fused"])
-def test_masters_do_not_move(optimizer: str, dtype: torch.dtype, bad: float) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    x = torch.randn(3, 4)
-    name, _, fused = optimizer.partition(", ")
-    optim = getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=bool(fused))
-    model, optim = amp.initialize(model, optim, opt_level="O2", dtype=dtype, loss_scale=128.0, verbosity=0)
-
-    def train(factor: float) -> None:
-        advance(model(x).square().sum() * factor, optim)
-
-    train(1.0)
-    before = copy.deepcopy([list(model.parameters()), list(amp.master_params(optim)), optim.state_dict()["state"]])
-    train(bad)
-    after = [list(model.parameters()), list(amp.master_params(optim)), optim.state_dict()["state"]]
-    for left, right in zip(
-        torch.utils._pytree.tree_leaves(before), torch.utils._pytree.tree_leaves(after), strict=True
-    ):
-        assert torch.equal(torch.as_tensor(left), torch.as_tensor(right))
-    train(1.0)
-    assert not torch.equal(model[0].weight, before[0][0])
+@pytest.mark.parametrize("half", [BF16, FP16])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", TRAINED)
+def test_weights_masters_and_state_do_not_move(name: str, optimizer: str, half: torch.dtype, bad: float) -> None:
+    door = open_door(name, OPTIMIZERS[optimizer][0], half)
+    skipped = []
+    for i, factor in enumerate([1.0, bad, bad, 1.0]):
+        before, scale = door.everything(), door.scale()
+        door.train(partial(door.loss, i, factor))
+        skipped.append(door.skipped())
+        assert all(map(torch.equal, door.everything(), before)) is (factor != 1.0)
+        assert door.scale() == (scale if factor == 1.0 else scale / 2)
+    assert skipped in ([False, True, True, False], [None] * 4)
+    if name[0] == "O":
+        assert int(amp.steps_skipped(door.optimizer)) == 2
 
 
-def by_scale_loss(level: str, scale: Any) -> Callable[[nn.Module, Any], Callable[[torch.Tensor], None]]:
-    def face(model: nn.Module, optim: Any) -> Callable[[torch.Tensor], None]:
-        amp.initialize(model, optim, opt_level=level, dtype=torch.bfloat16, fused=False, loss_scale=scale, verbosity=0)
-
-        def train(x: torch.Tensor) -> None:
-            scaled_step(model(x).float().square().mean(), optim)
-
-        return train
-
-    return face
+FIRST = [name for name in TRAINED if not name.startswith(("FP16", "TrainStep")) and name != "torch's GradScaler"]
 
 
-def by_scaler(
-    make: Callable[[], Any], attach: bool, early: bool
-) -> Callable[[nn.Module, Any], Callable[[torch.Tensor], None]]:
-    def face(model: nn.Module, optim: Any) -> Callable[[torch.Tensor], None]:
-        scaler = make()
-        if attach:
-            amp.initialize(model, optim, opt_level="O0", verbosity=0)
-
-        def train(x: torch.Tensor) -> None:
-            scaler.scale(model(x).float().square().mean()).backward()
-            if early:
-                scaler.unscale_(optim)
-            scaler.step(optim)
-            scaler.update()
-
-        return train
-
-    return face
-
-
-FIRST_STEPS = {
-    **{
-        f"{level}, {scale}": by_scale_loss(level, scale)
-        for level in ("O0", "O1", "O2", "O3")
-        for scale in ("dynamic", 128.0)
-    },
-    **{
-        f"GradScaler{', attached' if attach else ''}{', unscale_' if early else ''}": by_scaler(
-            lambda: amp.GradScaler(init_loss_scaling=128.0), attach, early
-        )
-        for attach in (False, True)
-        for early in (False, True)
-    },
-    "torch's GradScaler": by_scaler(lambda: torch.amp.GradScaler("cpu", init_scale=128.0), True, False),
-}
-
-
+@pytest.mark.parametrize("rule", [DYNAMIC, StaticLossScale(128.0)], ids=["dynamic", "static"])
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
-@pytest.mark.parametrize("face", FIRST_STEPS)
+@pytest.mark.parametrize("name", FIRST)
 def test_a_first_step_that_overflows_leaves_no_momentum(
-    face: str, dampening: float, monkeypatch: pytest.MonkeyPatch
+    name: str, dampening: float, rule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's fused SGD makes its momentum in the first step, and leaves it without values if the flag says to skip."""
     monkeypatch.setattr(torch, "empty_like", lambda tensor, **how: torch.full_like(tensor, math.nan, **how))
     results = []
     for factors in ([1.0, 1.0], [math.inf, math.nan, 1.0, 1.0]):
-        torch.manual_seed(0)
-        model, x = nn.Linear(4, 2), torch.randn(3, 4)
-        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening, fused=True)
-        train = FIRST_STEPS[face](model, optim)
-        start = model.weight.detach().float().clone()
+        door = open_door(
+            name, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=dampening, fused=True), BF16, rule=rule
+        )
+        start = door.model[0].weight.detach().float().clone()
         for factor in factors:
-            train(x * factor)
-            optim.zero_grad()
+            door.train(partial(door.loss, 0, factor))
         amp.deactivate()
-        results.append(model.weight.detach().float() - start)
+        results.append(door.model[0].weight.detach().float() - start)
     assert results[0].any()
-    assert torch.equal(results[0], results[1])
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)
@@ -342,91 +226,25 @@ def test_reads_are_counted() -> None:
     assert counted.count == 3
 
 
-OPTIMIZERS = {"SGD": 1, "SGD, fused": 0, "SGD, dampened": 0, "AdamW, fused": 0, "FusedAdam, ours": 0}
-
-
-def optimizer_of(name: str, params: Any) -> torch.optim.Optimizer:
-    kind, _, fused = name.partition(", ")
-    if fused == "ours":
-        skip_without_compiler()  # torch's own steps read a flag
-        return getattr(optimizers, kind)(params, lr=0.1)
-    if fused == "dampened":
-        return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5, fused=True)
-    return getattr(torch.optim, kind)(params, lr=0.1, **({"fused": True} if fused else {"foreach": False}))
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_reads_of_a_step_of_grad_scaler(name: str, unscale: bool) -> None:
-    param = nn.Parameter(torch.ones(3))
-    scaler, optim = amp.GradScaler(), optimizer_of(name, [param])
-    counts = []
-    for step in range(4):
-        with reads() as counted:
-            scaler.scale((param * (math.inf if step == 3 else 1.0)).sum()).backward()
-            if unscale:
-                scaler.clip_grad_norm_(optim, 1.0)
-            scaler.step(optim)
-            scaler.update()
-            optim.zero_grad()
-        counts.append(counted.count)
-    assert counts[2:] == [OPTIMIZERS[name]] * 2  # the first step that is taken may plan
-
-
-@pytest.mark.parametrize("level", ["O0", "O2"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_reads_of_a_step_of_scale_loss(name: str, level: str) -> None:
-    model = nn.Linear(3, 1)
-    optim = optimizer_of(name, model.parameters())
-    model, optim = amp.initialize(
-        model, optim, opt_level=level, dtype=torch.float16, loss_scale="dynamic", verbosity=0, fused=False
-    )
+@pytest.mark.parametrize("half", [BF16, FP16])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "Adam"])  # torch's reads its step count
+@pytest.mark.parametrize("name", [name for name in TRAINED if not name.startswith(("TrainStep", "torch", "O3"))])
+def test_reads_of_a_step(name: str, optimizer: str, clips: bool, half: torch.dtype) -> None:
+    skip_without_compiler(optimizer == "FusedAdam")  # torch's own steps read a flag
+    make, expected = OPTIMIZERS[optimizer]
+    expected = 0 if name == "O2" else expected  # where SGD is fused, too
+    door = open_door(name, make, half)
     counts = []
     for step in range(6):
         with reads() as counted:
-            loss = model(torch.full((1, 3), 0.5)).sum() * (math.inf if step == 5 else 1.0)
-            scaled_backward(loss, optim)
-            nn.utils.clip_grad_norm_(amp.master_params(optim), 1.0)
-            step_and_clear(optim)
+            door.backward(door.loss(step, math.inf if step == 5 else 1.0))
+            if clips:
+                door.clip(1.0)
+            door.step()
+            door.optimizer.zero_grad()
         counts.append(counted.count)
-    assert counts[4:] == [OPTIMIZERS[name]] * 2  # the first that is taken may plan, and some passes look at inputs
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_reads_of_a_step_of_fp16_optimizer(name: str, dtype: torch.dtype) -> None:
-    model = nn.Linear(3, 1).to(dtype)
-    scale = {"init_scale": 128.0}  # the first step is taken
-    optim = FP16_Optimizer(
-        optimizer_of(name, model.parameters()), dynamic_loss_scale=True, dynamic_loss_args=scale, verbose=False
-    )
-    counts = []
-    for step in range(4):
-        with reads() as counted:
-            optim.backward(model(torch.ones(1, 3, dtype=dtype)).float().sum() * (math.inf if step == 3 else 1.0))
-            optim.clip_master_grads(1.0)
-            step_and_clear(optim)
-        counts.append(counted.count)
-    assert counts[2:] == [OPTIMIZERS[name]] * 2  # the first step that is taken may plan, and it is the second at most
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_reads_of_a_step_of_the_handle(name: str) -> None:
-    model, handle = nn.Linear(3, 1), amp.init(dtype=torch.bfloat16)
-    try:
-        optim = handle.wrap_optimizer(optimizer_of(name, model.parameters()))
-        counts = []
-        for step in range(4):
-            with reads() as counted:
-                with optim.scale_loss(
-                    model(torch.ones(1, 3)).float().sum() * (math.inf if step == 3 else 1.0)
-                ) as scaled:
-                    scaled.backward()
-                step_and_clear(optim)
-            counts.append(counted.count)
-    finally:
-        handle._deactivate()
-    assert counts[2:] == [OPTIMIZERS[name]] * 2  # the first step that is taken may plan, and it is the second at most
+    assert counts[4:] == [expected] * 2  # the first that is taken may plan, and some passes look at inputs
 
 
 # ---- how often the gradients are read
