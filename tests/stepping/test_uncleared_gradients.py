@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import LossScaleCollapsed
-from halfstep.fp16_utils import FP16_Optimizer
 from tests.stepping.test_overflow import reads
+from tests.support.doors import open_door
 from tests.support.worlds import scaled_backward, scaled_step, step_and_clear
 
 BAD = [math.inf, -math.inf, math.nan]
@@ -33,64 +31,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 FACES = ["O1", "O2", "O2, fused=False", "handle", "wrap_optimizer", "FP16_Optimizer"]
 
-Block = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
-
-_handles: list[Any] = []
-
-
-@pytest.fixture(autouse=True)
-def _deactivate() -> Iterator[None]:
-    yield
-    while _handles:
-        _handles.pop()._deactivate()
-
-
-class Run:
-    """A model, its optimizer, and how a loss gets its backward pass."""
-
-    def __init__(self, face: str, make: Callable[[Any], torch.optim.Optimizer], half: torch.dtype) -> None:
-        torch.manual_seed(0)
-        self.model: Any = nn.Linear(8, 4)
-        if face == "FP16_Optimizer":
-            self.model = self.model.to(half)
-        self.optimizer: Any = make(self.model.parameters())
-        self.dtype = torch.float32
-        self.backward = self._in_block
-        rule = halfstep.DynamicLossScale(init_scale=256.0)
-        if face == "FP16_Optimizer":
-            self.dtype = half
-            args = {"init_scale": 256.0}
-            self.optimizer = FP16_Optimizer(
-                self.optimizer, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False
-            )
-            self.backward = self.optimizer.backward
-        elif face in ("handle", "wrap_optimizer"):
-            handle = amp.init(dtype=half, loss_scale=256.0)
-            _handles.append(handle)
-            if face == "wrap_optimizer":
-                self.optimizer = handle.wrap_optimizer(self.optimizer, num_loss=2)
-            self.block: Block = lambda loss: handle.scale_loss(loss, self.optimizer)
-        else:
-            level, _, fused = face.partition(", ")
-            self.model, self.optimizer = amp.initialize(
-                self.model, self.optimizer, opt_level=level, dtype=half, fused=not fused, loss_scale=rule, verbosity=0
-            )
-            self.block = lambda loss: amp.scale_loss(loss, self.optimizer)
-
-    def _in_block(self, loss: torch.Tensor) -> None:
-        with self.block(loss) as scaled_loss:
-            scaled_loss.backward()
-
-    def loss(self, i: int, factor: float = 1.0) -> torch.Tensor:
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i)).to(self.dtype)
-        return self.model(x).float().square().mean() * factor
-
-    def skipped(self) -> bool:
-        return bool(getattr(self.optimizer, "optimizer", self.optimizer).step_was_skipped)
-
-    def weights(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in self.model.parameters()]
-
 
 def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     assert all(t.isfinite().all() for t in ours)
@@ -105,7 +45,7 @@ def test_clearing_only_after_a_step_that_was_taken_is_clearing_always(
 ) -> None:
     found = []
     for always in (True, False):
-        run = Run(face, OPTIMIZERS[optimizer], half)
+        run = open_door(face, OPTIMIZERS[optimizer], half)
         skips = []
         for i in range(STEPS):
             for turn in range(2):
@@ -125,7 +65,7 @@ def test_clearing_only_after_a_step_that_was_taken_is_clearing_always(
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("face", FACES)
 def test_a_step_without_a_block_does_not_take_them(face: str, optimizer: str, plain: bool, bad: float) -> None:
-    run = Run(face, OPTIMIZERS[optimizer], torch.float16)
+    run = open_door(face, OPTIMIZERS[optimizer])
     run.backward(run.loss(0))
     step_and_clear(run.optimizer)
     before = run.weights()
@@ -143,12 +83,12 @@ def test_a_step_without_a_block_does_not_take_them(face: str, optimizer: str, pl
         assert not torch.equal(run.weights()[0], before[0])
 
 
-CLEARINGS: dict[str, Callable[[Run], None]] = {
+CLEARINGS: dict[str, Callable[[Any], Any]] = {
     "model.zero_grad()": lambda run: run.model.zero_grad(),
     "model.zero_grad(set_to_none=False)": lambda run: run.model.zero_grad(set_to_none=False),
     "optimizer.zero_grad(set_to_none=False)": lambda run: run.optimizer.zero_grad(set_to_none=False),
-    "p.grad = None": lambda run: [setattr(p, "grad", None) for p in run.model.parameters()],  # type: ignore[func-returns-value]
-    "p.grad.zero_()": lambda run: [p.grad.zero_() for p in run.model.parameters()],  # type: ignore[func-returns-value]
+    "p.grad = None": lambda run: [setattr(p, "grad", None) for p in run.model.parameters()],
+    "p.grad.zero_()": lambda run: [p.grad.zero_() for p in run.model.parameters()],
 }
 
 
@@ -160,7 +100,7 @@ CLEARINGS: dict[str, Callable[[Run], None]] = {
 def test_it_is_over_when_they_are_cleared_by_anybody(face: str, optimizer: str, clear: str, plain: bool) -> None:
     found = []
     for overflows in (False, True):
-        run = Run(face, OPTIMIZERS[optimizer], torch.float16)
+        run = open_door(face, OPTIMIZERS[optimizer])
         if overflows:
             run.backward(run.loss(1, math.inf))
             run.optimizer.step()
@@ -176,7 +116,7 @@ def test_it_is_over_when_they_are_cleared_by_anybody(face: str, optimizer: str, 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_an_overflow_is_over_when_its_gradients_are_cleared_before_any_step(set_to_none: bool) -> None:
-    run = Run("O2", OPTIMIZERS["AdamW"], torch.float16)
+    run = open_door("O2", OPTIMIZERS["AdamW"])
     run.backward(run.loss(1, math.inf))
     run.optimizer.zero_grad(set_to_none=set_to_none)
     run.backward(run.loss(2))
@@ -185,7 +125,7 @@ def test_an_overflow_is_over_when_its_gradients_are_cleared_before_any_step(set_
 
 
 def test_an_overflow_counts_however_many_passes_follow_it() -> None:
-    run = Run("O1", OPTIMIZERS["AdamW"], torch.float16)
+    run = open_door("O1", OPTIMIZERS["AdamW"])
     before = run.weights()
     for i in range(70):
         run.backward(run.loss(i, math.inf if i == 0 else 1.0))
@@ -196,7 +136,7 @@ def test_an_overflow_counts_however_many_passes_follow_it() -> None:
 
 @pytest.mark.parametrize("optimizer", ["AdamW(fused=True)", "FusedAdam"])
 def test_a_step_that_skips_itself_on_the_device_is_not_asked_whether_it_did(optimizer: str) -> None:
-    run = Run("O1", OPTIMIZERS[optimizer], torch.float16)
+    run = open_door("O1", OPTIMIZERS[optimizer])
     counts = []
     for i in range(6):
         with reads() as counted:
@@ -229,7 +169,7 @@ CLEARED = {  # the optimizer, how gradients are set to zero -> checks of a step 
 @pytest.mark.parametrize("case", CLEARED)
 def test_gradients_from_before_a_step_are_looked_at_once_and_only_where_they_may_be_bad(case: str) -> None:
     optimizer, clear, expected = CLEARED[case]
-    run = Run("O1", OPTIMIZERS[optimizer], torch.float16)
+    run = open_door("O1", OPTIMIZERS[optimizer])
     for i in range(3):
         with Checks() as counted:
             run.backward(run.loss(i))
@@ -284,10 +224,10 @@ def test_a_closure_that_does_not_clear_is_run_again_without_them(fused: bool) ->
     """Under a dynamic scale; what the overflow has left is not in the gradient of the second evaluation."""
     found = []
     for overflows in (False, True):
-        run = Run("O2" if fused else "O2, fused=False", OPTIMIZERS["SGD"], torch.float16)
+        run = open_door("O2" if fused else "O2, fused=False", OPTIMIZERS["SGD"])
         factors = [math.inf, 1.0] if overflows else [1.0]
 
-        def closure(run: Run = run, factors: list[float] = factors) -> torch.Tensor:
+        def closure(run: Any = run, factors: list[float] = factors) -> torch.Tensor:
             loss = run.loss(1, factors.pop(0))
             run.backward(loss)
             return loss
@@ -333,7 +273,6 @@ def test_an_overflow_in_a_shared_parameter_counts_for_both(level: str, order: st
     ]
     if level == "handle":
         handle = amp.init(dtype=torch.float16, loss_scale="dynamic")
-        _handles.append(handle)  # it takes over an optimizer at its first block
     else:
         model, made = amp.initialize(
             model, made, opt_level=level, dtype=torch.float16, num_losses=2, loss_scale="dynamic", verbosity=0
