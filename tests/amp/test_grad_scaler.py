@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, LossScaleCollapsed, UsageError
 from halfstep.core.loss_scale import DynamicLossScale, StaticLossScale
 from tests.support.apex_recording import golden
-from tests.support.scaling_reference import FLAGS, RULES, reference
 from tests.support.worlds import advance, with_optimizer
 
 PADDLE = golden("paddle_grad_scaler")
@@ -270,44 +267,6 @@ def test_16_bit_losses_are_scaled_in_fp32(shape: tuple[int, ...]) -> None:
     scaled = amp.GradScaler().scale(torch.full(shape, 4.0, dtype=torch.float16))
     assert str(scaled.dtype) == f"torch.{PADDLE[name][0]}"
     assert torch.equal(scaled, torch.full(shape, 4.0 * 2.0**15))  # Paddle made a 0-dim loss 1-dim
-
-
-# ---- the reference
-
-
-@settings(max_examples=200)
-@given(rule=RULES, flags=FLAGS, fused=st.booleans(), early=st.booleans())
-def test_against_the_reference(rule: dict[str, Any], flags: list[bool], fused: bool, early: bool) -> None:
-    rule["sticky_backoff"] = False  # Megatron's; Paddle counts anew
-    scaler = amp.GradScaler(
-        True,
-        rule["init_scale"],
-        rule["growth_factor"],
-        rule["backoff_factor"],
-        rule["growth_interval"],
-        rule["backoff_interval"],
-        min_loss_scaling=rule["min_scale"],
-        max_loss_scaling=rule["max_scale"],
-        collapse_after=None,
-    )
-    param = nn.Parameter(torch.ones(2))
-    optim = torch.optim.AdamW([param], lr=1e-2, fused=True) if fused else torch.optim.SGD([param], lr=1e-2)
-    trace = []
-    for found in flags:
-        before = param.detach().clone()
-        scaler.scale(param.sum()).backward()
-        if found:
-            param.grad[1] = math.nan
-        if early:
-            scaler.unscale_(optim)
-        stepped = scaler.step(optim)
-        scaler.update()
-        optim.zero_grad()
-        assert bool(stepped) != found
-        assert torch.equal(before, param) == found
-        saved = scaler.state_dict()
-        trace.append((saved["scale"], saved["incr_count"], saved["decr_count"]))
-    assert trace == reference(flags, rule)
 
 
 # ---- settings and state
