@@ -342,12 +342,11 @@ def test_the_first_skips_are_told_and_then_every_hundredth(caplog: pytest.LogCap
     caplog.set_level(logging.INFO, logger="halfstep")
     scaler = DeviceLossScaler(DynamicLossScale(collapse_after=None))
     for _ in range(201):
-        scaler.update(flag(True))
-    assert [message.partition("skipped step ")[2].partition(",")[0] for message in caplog.messages[4:]] == [
-        "5",
-        "100",
-        "200",
-    ]
+        scaler.update(flag(True), lambda: "layer.weight has nan")
+    five = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert ["First gradient that is not finite: layer.weight has nan." in message for message in five] == [True]
+    skips = [message for message in caplog.messages if message not in five]
+    assert [message.partition("skipped step ")[2].partition(",")[0] for message in skips[4:]] == [*("5", "100", "200")]
 
 
 def test_overflow_is_told_of_at_the_next_update(caplog: pytest.LogCaptureFixture) -> None:

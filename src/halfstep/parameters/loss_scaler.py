@@ -8,6 +8,7 @@ graph also update the scale.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from .async_reader import AsyncReader, capturing
 __all__ = ["DeviceLossScaler", "saved_numbers"]
 
 logger = logging.getLogger("halfstep")
+_FIVE_SKIPS = "Five skips in a row by %s. First gradient that is not finite: %s. halfstep.diagnose finds the cause."
 
 
 class DeviceLossScaler:
@@ -48,9 +50,8 @@ class DeviceLossScaler:
         self.name = name
         self.verbose = verbose
         self._late = AsyncReader(2)
-        self._present: torch.Tensor | None = None
         self._overflows = 0
-        self._overflowed = False
+        self._row: float = 0  # overflows in a row that the host has read; -inf once they were reported
         self.found: torch.Tensor | None = None
         self._state = self._start(rule.init_scale, 0, 0, torch.device("cpu"))
 
@@ -110,7 +111,7 @@ class DeviceLossScaler:
 
         Args:
             found_inf: 0-dim float32 tensor, nonzero if a gradient was inf or NaN. The host reads it only if the scale
-                is about to collapse.
+                is about to collapse, and at the fifth overflow in a row.
             blame: a function that names the first gradient that is not finite, for the error message.
 
         Raises:
@@ -120,8 +121,10 @@ class DeviceLossScaler:
         state = self._state if self._state.scale.device == device else self.state(device)
         self._pick_up()
         limit = self._rule.collapse_after
-        if limit is not None and self._stuck >= limit - 1 and not capturing(device):
-            self._check_collapse(found_inf, limit, blame)
+        stuck = limit is not None and self._stuck >= limit - 1
+        # The host reads the flag here, at most once in a row of skips and where the scale is about to collapse.
+        if (stuck or (self.verbose and self._row >= 4)) and not capturing(device) and found_inf.item():
+            self._report(limit if stuck else None, blame() if blame is not None else "no gradient was looked at")
         self._rule.update_(state, found_inf)
         self._present = None
         self._late.post(found_inf, state.scale)
@@ -149,7 +152,7 @@ class DeviceLossScaler:
     def overflowed(self) -> bool:
         """True if the latest update was for gradients with inf or NaN. Reads the device."""
         self._pick_up(wait=True)
-        return self._overflowed
+        return bool(self._row)
 
     def good(self) -> int:
         """Return the count of good steps since the scale last changed. Reads the device."""
@@ -189,7 +192,7 @@ class DeviceLossScaler:
     def _start(self, scale: float, good: int, bad: int, device: torch.device) -> LossScaleState:
         if not self._rule.dynamic and scale != self._rule.init_scale:
             self.rule = StaticLossScale(scale)
-        self._present = None
+        self._present: torch.Tensor | None = None
         self._known_scale = scale  # the scale after the latest update that the host has read
         self._stuck = 0  # overflows in a row, up to that update, that began at or below the collapse scale
         return LossScaleState(
@@ -202,7 +205,7 @@ class DeviceLossScaler:
         """Log and count the updates whose results have arrived on the host."""
         for found_inf, scale in self._late.poll(wait=wait):
             self._overflows += bool(found_inf)
-            self._overflowed = bool(found_inf)
+            self._row = self._row + 1 if found_inf else 0
             self._stuck = self._stuck + 1 if found_inf and self._known_scale <= self._rule.collapse_scale else 0
             if found_inf and self.verbose and (self._overflows <= 5 or self._overflows % 100 == 0):
                 verb = "reducing" if scale < self._known_scale else "keeping"
@@ -210,17 +213,17 @@ class DeviceLossScaler:
                 logger.info("Gradient overflow. Skipping step, %s %s loss scale to %g%s", self.name, verb, scale, more)
             self._known_scale = scale
 
-    def _check_collapse(self, found_inf: torch.Tensor, limit: int, blame: Callable[[], str] | None) -> None:
-        """Raise an error if the gradients have overflowed. This reads the flag, which is rare at so low a scale."""
-        if not found_inf.item():
+    def _report(self, limit: int | None, bad: str) -> None:
+        """Log the first bad gradient of several overflows in a row; raise an error if they reach the limit."""
+        if limit is None:
+            self._row = -math.inf
+            logger.warning(_FIVE_SKIPS, self.name, bad)
             return
-        bad = blame() if blame is not None else "no gradient was looked at"
         raise LossScaleCollapsed(
             f"Gradients have overflowed {limit} times in a row at a loss scale of {self._rule.collapse_scale:g} or "
             f"less ({self.name}, now at {self._known_scale:g}), so the scale is not what makes them inf or NaN. First "
-            f"gradient that is not finite: {bad}. "
-            "If the loss grew before, lower the learning rate, and see that zero_grad is called. Otherwise look at the "
-            "loss and the inputs of this batch, and at a division, log or sqrt near zero in the forward pass. "
+            f"gradient that is not finite: {bad}. If the loss grew before, lower the learning rate, and see that "
+            "zero_grad is called. Otherwise look at the loss and inputs, and for a division, log or sqrt near zero. "
             "halfstep.diagnose finds where it begins; collapse_after=None of the loss scale turns this check off."
         )
 
