@@ -95,7 +95,7 @@ class DeviceLossScaler:
         """Return the state, moved to ``device`` if needed; ``update`` changes these tensors in place."""
         if self._state.scale.device != device:
             self._state = LossScaleState(*(t.to(device, non_blocking=True) for t in self._state))
-            self._present = None
+            self._present: torch.Tensor | None = None
         return self._state
 
     def scale(self, device: torch.device) -> torch.Tensor:
@@ -192,7 +192,7 @@ class DeviceLossScaler:
     def _start(self, scale: float, good: int, bad: int, device: torch.device) -> LossScaleState:
         if not self._rule.dynamic and scale != self._rule.init_scale:
             self.rule = StaticLossScale(scale)
-        self._present: torch.Tensor | None = None
+        self._present = None
         self._known_scale = scale  # the scale after the latest update that the host has read
         self._stuck = 0  # overflows in a row, up to that update, that began at or below the collapse scale
         return LossScaleState(
