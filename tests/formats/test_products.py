@@ -178,7 +178,6 @@ def test_a_gradient_that_is_not_needed_is_not_computed(monkeypatch: pytest.Monke
     products_run = []
     own = products._run
     layer = layer_with("fp8_tensorwise")
-    layer(torch.randn(4, INPUTS)).sum().backward()  # the first backward pass is measured
     monkeypatch.setattr(products, "_run", lambda *args: products_run.append(args[4]) or own(*args))
     layer(torch.randn(4, INPUTS)).sum().backward()
     assert len(products_run) == 2  # no gradient of the input
@@ -273,7 +272,7 @@ def test_the_rows_of_a_nested_tensor_are_those_of_its_parts(layout: torch.layout
     nested: Any = torch.nested.nested_tensor(parts, layout=layout, requires_grad=True)
     found = layer(nested)
     expected = [layer(part) for part in parts]
-    assert all(map(torch.equal, found.unbind(), expected))
+    torch.testing.assert_close(list(found.unbind()), expected)  # the order of sums depends on the number of rows
     sum(part.sum() for part in found.unbind()).backward()
     assert nested.grad is not None
 

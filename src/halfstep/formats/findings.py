@@ -1,7 +1,7 @@
-"""Rules of ``halfstep.check`` for layers with a recipe: what rounding lost in the latest step that was measured.
+"""Rules of ``halfstep.check`` for layers with a recipe: what rounding lost in the latest pass that was measured.
 
-The first backward pass of a layer is measured, and then every 128th. The diagnostics room calls these rules, and makes
-its findings of what they yield: severity, place, message, evidence and fix.
+Passes are measured on request (``measuring``). The diagnostics room calls these rules, and makes its findings of what
+they yield: severity, place, message, evidence and fix.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from ..torch_internals import torch_compat
 from ..torch_internals.torch_compat import functorch_level
 from .format import Format
-from .quantize import _block_dims, _blocked, _scales, round_to
+from .measuring import is_measuring, losses_of
+from .quantize import round_to
 from .recipe import Products, divisor
 
 __all__ = ["History", "linear", "matmul"]
@@ -30,16 +31,12 @@ _SIGNS = 0x5EED
 _HISTORY = 16
 """The number of latest tensors whose largest value gives a delayed scale."""
 
-_MEASURED = 128
-"""The number of backward passes of a layer of which the first is measured."""
-
 
 class _Scratch(threading.local):
     """Two buffers of a thread for the operands of one product, since a fresh large tensor costs page faults."""
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = [torch.empty(0, dtype=torch.float32, device="cpu")] * 2
-        self.losses: list[Tensor | None] | None = None  # of each operand, while a step is measured
 
     def take(self, at: int, shape: torch.Size) -> Tensor:
         """An fp32 tensor of a shape, whose numbers the next operand at this place overwrites."""
@@ -56,16 +53,17 @@ _scratch = _Scratch()
 class History:
     """Facts about a layer's operands in earlier steps: largest values for delayed scales, and what rounding lost.
 
-    Only backward passes write a history, so that neither an evaluation nor the second forward pass of checkpointing
-    changes a scale. Copies and pickles of a layer begin anew, as a layer from a checkpoint does.
+    Only backward passes note largest values, so that neither an evaluation nor the second forward pass of checkpointing
+    changes a scale. What rounding lost is noted within ``measuring`` alone. Copies and pickles of a layer begin anew,
+    as a layer from a checkpoint does.
 
     Attributes:
         delayed: True if scales come from earlier tensors.
         latest: the largest values of the latest tensors by place: ``"input"``, ``"weight"`` and so on.
         losses: by place, the share of numbers that saturated and the share of blocks that lost more than half of their
-            numbers, in the latest step that was measured.
-        noise: by gradient, its norm, and the norm of its difference to the product of operands that are not rounded.
-        tokens: the number of rows of the input in that step.
+            numbers, in the latest pass that was measured.
+        noise: by gradient, the norm of the product of operands that are not rounded, and of its difference to it.
+        tokens: the number of rows that the latest measured weight gradient is a sum of.
     """
 
     def __init__(self, delayed: bool = False) -> None:
@@ -73,7 +71,7 @@ class History:
         self.latest: dict[str, Tensor] = {}
         self.losses: dict[str, Tensor] = {}
         self.noise: dict[str, Tensor] = {}
-        self.tokens = self.passes = 0
+        self.tokens = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return History, (self.delayed,)
@@ -106,25 +104,9 @@ class History:
                 before = now.new_zeros(_HISTORY)
             self.latest[place] = torch.cat([before[1:], torch.where(now.isfinite(), now, 0.0).view(1)])
 
-    def is_due(self) -> bool:
-        """Count a backward pass. True if this pass is measured."""
-        self.passes += 1
-        return self.passes % _MEASURED == 1
-
 
 def _largest(tensor: Tensor) -> Tensor:
     return tensor.detach().abs().amax().float()
-
-
-def _lost(tensor: Tensor, rounded: Tensor, format: Format, dim: int, amax: Tensor | None) -> Tensor:
-    """The share of numbers that saturate, and the share of blocks that lose more than half of their numbers."""
-    exact, found = (_blocked(each, format, dim).float() for each in (tensor, rounded))
-    element, over = format.numbers, _block_dims(format, tensor.dim())
-    scaled = (exact * _scales(exact, format, amax)[1]).abs()
-    beyond = scaled > element.greatest + 2.0 ** (element.greatest_exponent - element.mantissa - 1)
-    there, gone = ((exact != 0) & kept for kept in (torch.ones_like(beyond), found == 0))
-    flushed = gone.sum(over) > there.sum(over) / 2
-    return torch.stack([beyond.float().mean(), flushed.float().mean()])
 
 
 @functools.lru_cache(maxsize=32)
@@ -139,12 +121,17 @@ def _hadamard(size: int, device: torch.device) -> Tensor:
 
 
 def _operand(
-    tensor: Tensor, format: Format | None, dim: int, at: int, half: torch.dtype, amax: Tensor | None, hadamard: int = 0
+    tensor: Tensor,
+    format: Format | None,
+    dim: int,
+    at: int,
+    half: torch.dtype,
+    amax: Tensor | None,
+    hadamard: int,
+    losses: dict[int, Tensor] | None,
 ) -> Tensor:
     """One operand in fp32: transformed, and rounded to its format, or without one to the dtype of the product."""
-    tensor, losses = tensor.detach(), _scratch.losses
-    if format is None and losses is not None:
-        losses.append(None)
+    tensor = tensor.detach()
     if format is None and not hadamard:
         return (tensor if tensor.dtype is half else tensor.to(half)).float()
     if hadamard:
@@ -153,14 +140,13 @@ def _operand(
         if format is None:
             return tensor.to(half).float()
     assert format is not None
-    tensor = tensor.contiguous()
+    exact = tensor = tensor.contiguous()
     out = _scratch.take(at, tensor.shape) if tensor.is_cpu else None
     if tensor.dtype is not torch.float32:  # rounded in fp32: the numbers of few formats are numbers of 16 bits
         tensor = tensor.float() if out is None else out.copy_(tensor)
-    if losses is None:
-        return round_to(tensor, format, dim=dim, amax=amax, out=out)
-    rounded = round_to(tensor, format, dim=dim, amax=amax)
-    losses.append(_lost(tensor, rounded, format, dim, amax))
+    rounded = round_to(tensor, format, dim=dim, amax=amax, out=out)
+    if losses is not None:
+        losses[at] = losses_of(exact, rounded, format, dim, amax)
     return rounded
 
 
@@ -174,6 +160,7 @@ def _product(
     hadamard: int = 0,
     bias: Tensor | None = None,
     amax: Sequence[Tensor | None] = (None, None),
+    losses: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """The product of two matrices, or batches of matrices, with the operands rounded to formats.
 
@@ -187,15 +174,16 @@ def _product(
         hadamard: the size of the transform along the sum; 0 for none.
         bias: added in fp32.
         amax: the largest values that the scales of whole operands allow for; None reads them from the operands.
+        losses: receives what each rounded operand has lost, by its index, if the product is measured.
     """
-    if formats == (None, None) and not a.is_cpu and _scratch.losses is None:
+    if formats == (None, None) and not a.is_cpu:
         a, b = a.to(dtype), b.to(dtype)
     else:
         fit = math.lcm(hadamard or 1, *map(divisor, formats))
         if short := -a.shape[dim_a] % fit:  # with zeros, which change neither scales nor sums
             a, b = (_padded(each, dim, short) for each, dim in ((a, dim_a), (b, dim_b)))
-        a = _operand(a, formats[0], dim_a, 0, dtype, amax[0], hadamard)
-        b = _operand(b, formats[1], dim_b, 1, dtype, amax[1], hadamard)
+        a = _operand(a, formats[0], dim_a, 0, dtype, amax[0], hadamard, losses)
+        b = _operand(b, formats[1], dim_b, 1, dtype, amax[1], hadamard, losses)
     a, b = a if dim_a == -1 else a.mT, b if dim_b == -2 else b.mT
     if bias is None:
         return torch.matmul(a, b).to(dtype)
@@ -256,7 +244,7 @@ def _run(
     places: tuple[str, str] = ("", ""),
     history: History | None = None,
 ) -> Tensor:
-    """``_product``, as one op where a compiler looks, and with delayed scales where there is a ``History``.
+    """``_product``, as one op where a compiler looks; where there is a ``History``, measured and with delayed scales.
 
     Tensors without numbers (on the meta device, or in a ``FakeTensorMode``) also go through the op, which has their
     shapes; no buffer is made of one. So do tensors inside ``torch.func``, for which the op has a rule.
@@ -271,7 +259,16 @@ def _run(
     try:
         with torch_compat.DisableTorchFunction():  # or the op casts of O1 would round the operands again
             largest = (None, None) if history is None or hadamard else history.scales((a, b), pair, places)
-            return _product(a, b, dim_a, dim_b, pair, dtype, hadamard, bias, largest)
+            losses: dict[int, Tensor] | None = {} if history is not None and is_measuring() else None
+            product = _product(a, b, dim_a, dim_b, pair, dtype, hadamard, bias, largest, losses)
+            if history is not None and losses is not None:
+                history.losses |= {places[at]: lost for at, lost in losses.items()}
+                gradient = _GRADIENTS.get(places)
+                if gradient and losses:
+                    exact = _product(a, b, dim_a, dim_b, (None, None), torch.float32)
+                    history.noise[gradient] = torch.stack([exact.norm(), (exact - product).norm()])
+                history.tokens = a.shape[dim_a] if gradient == "weight" else history.tokens
+            return product
     finally:
         if casts:
             torch.set_autocast_enabled(device, True)
@@ -284,6 +281,9 @@ def _is_traced(tensor: Tensor) -> bool:
 
 _PLACES = (("input", "weight"), ("gradient", "weight, backward"), ("gradient, tokens", "input, tokens"))
 """The operands of the three products, as a history calls them."""
+
+_GRADIENTS = {_PLACES[1]: "input", _PLACES[2]: "weight"}
+"""The gradients that are products, by their operands."""
 
 
 class _Product(torch.autograd.Function):
@@ -320,37 +320,9 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             db = grad.float().sum(0).to(ctx.bias_dtype)
         if history is not None:
-            if history.is_due():
-                _measure(history, ctx.products, x, weight, grad, dx, dw)
             for places, tensors in zip(_PLACES, ((x, weight), (grad, weight), (grad, x)), strict=True):
                 history.note(tensors, places)
         return dx, dw, db, None, None, None
-
-
-def _measure(
-    history: History, products: Products, x: Tensor, weight: Tensor, grad: Tensor, dx: Tensor | None, dw: Tensor | None
-) -> None:
-    """Note what the rounding of a step lost: its products once more, and the gradients without rounding."""
-    runs = ((x, weight, -1, -1, 0), (grad, weight, -1, -2, 0), (grad, x, -2, -2, products[3]))
-    losses: list[Tensor | None] = []
-    _scratch.losses = losses
-    try:
-        with torch.random.fork_rng(devices=[]):  # stochastic rounding draws from it
-            for (a, b, dim_a, dim_b, size), formats, places in zip(runs, products[:3], _PLACES, strict=True):
-                _run(a, b, dim_a, dim_b, formats, torch.float32, size, None, places, history)
-    finally:
-        _scratch.losses = None
-    found = zip((place for places in _PLACES for place in places), losses, strict=True)
-    history.losses, history.tokens = {place: lost for place, lost in found if lost is not None}, len(x)
-    for name, gradient, (a, b, dim_a, dim_b, _), formats in zip(
-        ("input", "weight"), (dx, dw), runs[1:], products[1:3], strict=True
-    ):
-        if gradient is not None and formats != _EXACT:
-            exact = _run(a, b, dim_a, dim_b, _EXACT, torch.float32)
-            history.noise[name] = torch.stack([exact.norm(), (exact - gradient).norm()])
-
-
-_EXACT = "None @ None"
 
 
 def linear(

@@ -11,7 +11,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...formats.measuring import measuring
 from ...torch_internals.torch_compat import children_of, current_node, next_sequence_number, node_sequence_number
 from .names import OPTIMIZER, OUTSIDE
 from .ops import FunctionCall, FunctionMode, OpCall, OpMode
@@ -139,6 +140,8 @@ class CallWatch:
         # Compiled code runs no hooks. A process that never imported the compiler has compiled nothing.
         if self._modes or "torch._dynamo" in sys.modules:
             self._open.enter_context(compiled_code_eager)
+        # A listener to modules also wants to know what layers with formats lose.
+        self._open.enter_context(nullcontext() if self._modules is None else measuring())
         self._hook_modules()
         if self._ops is not None:
             self._open.callback(register_optimizer_step_pre_hook(self._enter_optimizer).remove)
@@ -186,12 +189,11 @@ class CallWatch:
 
     def _hook_modules(self) -> None:
         # An op of another hook of the module, such as a cast of its inputs, is an op of the module.
-        for module, name in (self._names or {}).items():
-            if not isinstance(module, torch.jit.ScriptModule):
+        for each, name in (self._names or {}).items():
+            if not isinstance(each, torch.jit.ScriptModule):
                 enter, leave = partial(self._enter_module, name), partial(self._leave_module, name)
-                before = module.register_forward_pre_hook(Hook(enter), prepend=True, with_kwargs=True)
-                self._open.callback(before.remove)
-                self._open.callback(module.register_forward_hook(Hook(leave), always_call=True).remove)
+                self._open.callback(each.register_forward_pre_hook(Hook(enter), prepend=True, with_kwargs=True).remove)
+                self._open.callback(each.register_forward_hook(Hook(leave), always_call=True).remove)
         if self._names is None:
             enter, leave = partial(self._enter_module, None), partial(self._leave_module, None)
             self._open.callback(register_module_forward_pre_hook(enter).remove)
