@@ -1,4 +1,4 @@
-"""``FusedOptimizer.attach``: parameters step inside of the backward pass. The reference is always the ordinary step."""
+"""``FusedOptimizer.attach``: parameters step inside the backward pass. The reference is always the ordinary step."""
 
 from __future__ import annotations
 

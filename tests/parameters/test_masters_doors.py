@@ -13,7 +13,7 @@ from torch import nn
 
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
-from halfstep.optimizers.fuse import OfTorch, fuse
+from halfstep.optimizers.fuse import FusedTorchOptimizer, fuse
 from tests.support.backends import skip_without_compiler
 from tests.support.worlds import BF16, FP16, advance, scaled_backward, scaled_step, step_and_clear, with_optimizer
 
@@ -294,12 +294,12 @@ def test_an_optimizer_that_goes_on_unfused_keeps_what_is_on_it(counted: bool) ->
 
     model, optimizer = start(BF16, True, make, nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 4)))
     scheduler = None if counted else torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert isinstance(optimizer, OfTorch)
+    assert isinstance(optimizer, FusedTorchOptimizer)
     for _ in range(3):
         before = model.state_dict()["0.weight"].clone()
         advance(model(torch.arange(4)).float().square().sum(), optimizer)
         assert not torch.equal(model.state_dict()["0.weight"], before)
-        assert not isinstance(optimizer, OfTorch)
+        assert not isinstance(optimizer, FusedTorchOptimizer)
         if scheduler is not None:
             scheduler.step()  # warns if no step was counted
     if scheduler is None:

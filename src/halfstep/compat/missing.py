@@ -23,7 +23,7 @@ _FP16UTIL = {
     "backwards_debug_hook": "Use torch.autograd.detect_anomaly().",
 }
 _INITIALIZE = "Use amp.initialize."
-_NO_EPS_OUTSIDE = "It puts eps inside of the root; use NpuFusedRMSprop, or RMSpropTF of the package timm."
+_NO_EPS_OUTSIDE = "It puts eps inside the root; use NpuFusedRMSprop, or RMSpropTF of the package timm."
 _NO_CLAMP = "Its trust ratio clamps the norm of the weight to 10; use FusedLAMB, which does not."
 _OP_LISTS = "Op lists decide on casts: use amp.register_half_function and its siblings, or edit amp.lists."
 _STEPS = "The optimizers of halfstep do it themselves: use amp.scale_loss, step and amp.master_params."

@@ -1,8 +1,8 @@
 """The common part of the fused optimizers: the steps that every update shares, from gradients to weights.
 
-A subclass names the state it keeps and launches its kernels on rows of parameters. Where clipping or an overflow check
-is asked for, one read of the gradients gives their norm and whether they are finite. The kernels unscale, clip, update
-and round. Nothing is read back from the device.
+A subclass names the state it keeps and launches its kernels on rows of parameters. If a step clips or checks for
+overflow, it reads the gradients once, for both their norm and whether they are finite. The kernels unscale, clip,
+update and round. The host reads nothing back from the device.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from .release import GradientRelease
 __all__ = ["FusedOptimizer", "Hyper", "Step", "bias_corrections"]
 
 
-_FEW = 64  # numbers: they are read faster than an op computes with them
+_FEW = 64  # step counts; reading so few costs less than one op on them
 
 
 class Step(NamedTuple):
     """One step of some rows.
 
     Attributes:
-        taken: the number of earlier steps of each row, float32 of shape [rows]. None if the state has no ``step``.
-        factor: the number that gradients are multiplied by: 1 / loss scale, clipping, the sign of ``maximize``.
-        skip: 0-dim float32 tensor; if it is not 0, nothing may change.
+        steps_done: the number of earlier steps of each row, float32 of shape [rows]; None if the state has no ``step``.
+        factor: the multiplier of the gradients, which combines 1 / loss scale, clipping and the sign of ``maximize``.
+        skip: 0-dim float32 tensor; a nonzero value leaves weights and state unchanged.
     """
 
-    taken: torch.Tensor | None
+    steps_done: torch.Tensor | None
     factor: Number
     skip: torch.Tensor | None
 
     @property
     def t(self) -> Any:
-        """The number of this step of each row, from 1: float64 of shape [rows]. None if the state has no ``step``."""
-        return None if self.taken is None else in_scalar_dtype(self.taken) + 1.0
+        """The index of this step for each row, from 1: float64 of shape [rows]; None if the state has no ``step``."""
+        return None if self.steps_done is None else in_scalar_dtype(self.steps_done) + 1.0
 
     @property
     def t_on_host(self) -> Any:
-        """``t``; as one float where few rows lie in host memory, and it is the same for all.
+        """``t``, as one float if it is equal for all rows and the counts are few and in host memory.
 
-        An op on a small tensor costs the host as much as fifty on a float. Where ops are recorded or compiled numbers
-        stay tensors, so that their later values are used, too.
+        An op on a small tensor costs the host as much as fifty operations on a float. While ops are recorded or
+        compiled, the result stays a tensor, so that a replay reads the counts of its own step.
         """
-        taken = self.taken
+        taken = self.steps_done
         repeated = dispatch_mode_count() or torch.compiler.is_compiling()
         if type(taken) is torch.Tensor and taken.is_cpu and taken.numel() <= _FEW and not repeated:
             values = set(taken.tolist())
@@ -77,15 +77,15 @@ def bias_corrections(betas: Iterable[float], t: float | torch.Tensor) -> list[An
 
 
 OnGradients = Callable[[Sequence[ParamRows], Number], None]
-"""A function that is called with all rows of a step, whose ``survey()`` has been read, and with the factor that
-unscales their gradients. Clipping and the overflow check use the same read."""
+"""A callback that gets all rows of a step, after their ``survey()``, and the factor that unscales their gradients.
+Clipping and the overflow check share the read."""
 
 
 class FusedOptimizer(FusedState):
-    """A ``torch.optim.Optimizer`` whose step is a few passes over all its parameters.
+    """A ``torch.optim.Optimizer`` that steps all its parameters in a few passes.
 
-    It honours torch's contract for scalers: with ``found_inf`` set on it by a ``GradScaler`` the step happens only if
-    that is 0, and ``grad_scale`` is divided out, both on the device.
+    It follows torch's contract for scalers. If a ``GradScaler`` sets ``found_inf`` and ``grad_scale`` on it, ``step``
+    divides the gradients by ``grad_scale``, and changes nothing unless ``found_inf`` is 0; both happen on the device.
 
     Attributes:
         options, set_grad_none, grad_norm, release, on_gradients: see ``FusedData``.
@@ -93,14 +93,14 @@ class FusedOptimizer(FusedState):
 
     _step_supports_amp_scaling = True
 
-    # ---- what a subclass says
+    # ---- what a subclass defines
 
     def _layout(self, group: Hyper) -> StateLayout:
-        """Return the layout of the state of a parameter, by the names that it has in ``state[param]``."""
+        """Return the layout of a parameter's state: the names in ``state[param]``, each with its spec."""
         raise NotImplementedError
 
     def _marks(self, group: Hyper, params: Sequence[torch.Tensor]) -> list[Hashable]:
-        """One for each parameter of a group; those with the same are in the same rows."""
+        """Return a mark for each parameter of a group; only parameters with equal marks share rows."""
         return [self.options.quantizes(param) for param in params]
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
@@ -109,15 +109,15 @@ class FusedOptimizer(FusedState):
         Args:
             group: hyperparameters; ``lr`` may be a tensor.
             rows: parameters, gradients and state.
-            step: the number of the step, the factor of gradients and the flag.
+            step: the step counts, the factor of the gradients and the skip flag.
         """
         raise NotImplementedError
 
     @property
     def checks_gradients(self) -> bool:
-        """True if a step that is given ``found_inf`` looks for inf and NaN itself, and notes in it what it finds.
+        """True if ``step`` itself looks for inf and NaN and writes the result to the ``found_inf`` set on it.
 
-        A step that clips does so, because it reads the norm of the gradients.
+        A step that clips does, because it reads the gradients for their norm anyway.
         """
         return self.options.max_grad_norm is not None
 
@@ -128,9 +128,9 @@ class FusedOptimizer(FusedState):
 
         Args:
             closure: evaluates the model again and returns the loss.
-            **kwargs: ``grad_scaler=`` takes a ``torch.amp.GradScaler`` whose scale is divided out and whose overflow
-                check this step does itself, as Apex's capturable optimizers have it. The other arguments of Apex's
-                oldest optimizers are refused.
+            **kwargs: ``grad_scaler=`` takes a ``torch.amp.GradScaler``, as in Apex's capturable optimizers: ``step``
+                divides by its scale and checks for overflow itself. Other arguments of Apex's oldest optimizers raise
+                an error.
 
         Returns:
             The closure's loss, or None.
@@ -166,33 +166,33 @@ class FusedOptimizer(FusedState):
     def attach(
         self, model: torch.nn.Module, *, release: bool = True, scaler: torch.amp.GradScaler | None = None
     ) -> GradientRelease:
-        """Step each parameter inside of the backward pass from now on, and free its gradient.
+        """Step each parameter during the backward pass from now on, and free its gradient right away.
 
-        So no full set of gradients ever exists: those in memory are of one layer, or take 8 MiB. ``step()`` is
-        still called after each backward pass. It ends the step, and steps what has a gradient left. Without overflow
-        every number is the same, to the bit.
+        A full set of gradients never exists: at any time memory holds the gradients of one layer, or 8 MiB of them.
+        You still call ``step()`` after each backward pass; it ends the step, and steps any parameter that still has a
+        gradient. Without overflow, the results are bit-for-bit equal to a step after the pass.
 
-        - Gradients are divided by the loss scale as ever: the scale of ``amp.scale_loss`` or of the ``scaler``. At the
-          first gradient that is inf or NaN, stepping ends for this pass. Parameters that have stepped by then keep the
-          step: their gradients were finite. The overflow lowers the scale as ever.
-        - Nothing clips: the norm of all gradients is known when most of them are gone. ``FusedLAMB`` clips by default,
-          so it needs ``max_grad_norm=None`` here.
-        - A step has one backward pass. To accumulate, keep the gradients.
+        - The gradients are divided by the loss scale as usual, from ``amp.scale_loss`` or from ``scaler``. The first
+          inf or NaN ends stepping for this pass. Parameters that have stepped before it keep their step, because their
+          gradients were finite. The overflow lowers the scale as usual.
+        - Gradients are not clipped: by the time their norm is known, most of them are freed. ``FusedLAMB`` clips by
+          default, so it needs ``max_grad_norm=None`` here.
+        - Each step has one backward pass. Do not attach if you accumulate gradients.
 
         Args:
-            model: has all the parameters. Call ``amp.initialize`` or ``amp.decorate`` before.
+            model: the model that has all the parameters. Call ``amp.initialize`` or ``amp.decorate`` first.
             release: False changes nothing, for scripts that choose by a flag.
-            scaler: the ``amp.GradScaler`` or ``torch.amp.GradScaler`` that scales the losses, if one does.
+            scaler: the ``amp.GradScaler`` or ``torch.amp.GradScaler`` that scales the losses, if there is one.
 
         Returns:
-            A handle whose ``remove()`` ends it.
+            A handle; ``remove()`` restores the normal step.
 
         Raises:
-            UsageError: if it is attached already; with ``max_grad_norm``; for gradients that other ranks average
-                (DistributedDataParallel, FSDP); if masters are kept outside of this optimizer. From a backward pass:
+            UsageError: if the optimizer is already attached; with ``max_grad_norm``; if ranks average the gradients
+                (DistributedDataParallel, FSDP); if masters are kept outside this optimizer. A backward pass raises it
                 for a second gradient of a parameter before ``step()``, for ``create_graph=True``, and for a sparse
                 gradient.
-            ArgumentTypeError: for something else than a module.
+            ArgumentTypeError: unless ``model`` is a module.
             ArgumentValueError: if parameters are not in the model or are on several devices, or for a layer that makes
                 sparse gradients.
         """
@@ -205,9 +205,9 @@ class FusedOptimizer(FusedState):
         return handle
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients: to None by default, or to zero if the optimizer was made with ``set_grad_none=False``.
+        """Clear the gradients: set them to None, or to zero if the optimizer was created with ``set_grad_none=False``.
 
-        With gradient release they become None in any case.
+        With gradient release they always become None.
         """
         if self.release is not None:
             self.release.forget()
@@ -228,9 +228,9 @@ class FusedOptimizer(FusedState):
         check_kind("closure", closure, (Callable, NoneType), what)  # type: ignore[arg-type]
 
     def _gather(self) -> list[tuple[Hyper, GroupRows]]:
-        """The groups that have gradients with their rows, from the last step where nothing else changed."""
+        """Return the groups with gradients and their rows; rows of the last step are reused if nothing else changed."""
         fused, groups, first = self._fused, [], 0
-        # Whether every entry of the state is the one that it was. No tensor is hashed, which takes long.
+        # Compare the entries of the state with the last step by identity: hashing tensors is slow.
         (params, entries), state = fused.known_state, self.state
         same_state = len(state) == len(params) and all(map(is_, state, params))
         same_state = same_state and all(map(is_, state.values(), entries))
@@ -259,14 +259,14 @@ class FusedOptimizer(FusedState):
         positions: Sequence[int],
         same_state: bool = False,
     ) -> GroupRows:
-        """The rows of some parameters of a group: those known from an earlier step where nothing else changed.
+        """Return the rows of some parameters of a group; rows of an earlier step are reused if nothing else changed.
 
         Args:
-            known: the rows of the same parameters in an earlier step, if there are any.
+            known: the rows of the same parameters in an earlier step; None if there are none.
             group: the group.
             params: some of its parameters.
-            positions: the place of each in the optimizer.
-            same_state: True if ``state`` is known to have the same entries as in that step.
+            positions: the place of each parameter in the optimizer.
+            same_state: True if ``state`` has the same entries as in the earlier step.
         """
         fused = self._fused
         layout = self._layout(group)
@@ -285,9 +285,9 @@ class FusedOptimizer(FusedState):
     def _factor(
         self, groups: Iterable[tuple[Hyper, GroupRows]], scaler: torch.amp.GradScaler | None
     ) -> tuple[Number, torch.Tensor | None]:
-        """The factor of the gradients and the flag of a step, from at most one read of the gradients.
+        """Return the factor of the gradients and the skip flag, from at most one read of the gradients.
 
-        With clipping or a scaler, the flag is also written to the ``found_inf`` or the scaler that was given.
+        With clipping or a scaler, the flag is also written to the given ``found_inf`` or scaler.
         """
         all_rows = [rows for _, group_rows in groups for rows in group_rows.rows]
         device = all_rows[0].device
@@ -314,13 +314,13 @@ class FusedOptimizer(FusedState):
     def _read_gradients(
         self, all_rows: list[ParamRows], inverse: Number, skip: torch.Tensor | None, *, check: bool
     ) -> tuple[Number, torch.Tensor | None]:
-        """Read all gradients once: for the norm that clips, for inf and NaN, and for ``on_gradients``.
+        """Read all gradients once, for the clipping norm, the overflow check and the ``on_gradients`` callbacks.
 
         Args:
             all_rows: the rows of the step.
-            inverse: the factor that the gradients are multiplied by before they are clipped.
-            skip: the flag that was given; None for none.
-            check: True to read them for inf and NaN even if nothing else needs the read.
+            inverse: the factor that unscales the gradients before they are clipped.
+            skip: the given skip flag, or None.
+            check: True to look for inf and NaN even if nothing else needs the read.
         """
         device, limit, watched = all_rows[0].device, self.options.max_grad_norm, self.on_gradients
         sums = []
@@ -344,16 +344,16 @@ class FusedOptimizer(FusedState):
         return (inverse * factor if scaled else factor), skip
 
     def _take(self, groups: Iterable[tuple[Hyper, GroupRows]], factor: Number, skip: torch.Tensor | None) -> None:
-        """Step the rows of some groups, and let go of their gradients."""
+        """Step the rows of some groups, and release their gradients."""
         for group, group_rows in groups:
             for rows in group_rows.rows:
                 scale = factor
                 if isinstance(scale, torch.Tensor):
                     scale = scale.to(rows.device, non_blocking=True)
                 flag = None if skip is None else skip.to(rows.device, non_blocking=True)
-                taken = rows.numbers.get("step")
-                self._update(group, rows, Step(taken, -scale if group.get("maximize") else scale, flag))
-                if taken is not None:
-                    taken.add_(1.0 if flag is None else 1.0 - flag)
-                increment_version(rows.weights)  # kernels write to them behind autograd's back
+                steps_done = rows.numbers.get("step")
+                self._update(group, rows, Step(steps_done, -scale if group.get("maximize") else scale, flag))
+                if steps_done is not None:
+                    steps_done.add_(1.0 if flag is None else 1.0 - flag)
+                increment_version(rows.weights)  # autograd does not see what kernels write
                 rows.table.release()

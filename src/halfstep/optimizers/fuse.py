@@ -26,7 +26,7 @@ from .options import FusedOptions, MasterForm
 from .param_rows import ParamRows, StateLayout
 from .sgd import FusedSGD
 
-__all__ = ["OfTorch", "can_fuse", "fuse", "fused_base", "has_moments", "unfuse"]
+__all__ = ["FusedTorchOptimizer", "can_fuse", "fuse", "fused_base", "has_moments", "unfuse"]
 
 _DTYPES = {torch.float64, torch.float32, *HALF_DTYPES}
 _MASTERS = {"remainder": torch.int16, "master": torch.float32}
@@ -38,7 +38,7 @@ def _torch_class(optimizer: object) -> Any:
     return next(cls for cls in type(optimizer).__mro__ if getattr(torch.optim, cls.__name__, None) is cls)
 
 
-class OfTorch(FusedOptimizer):
+class FusedTorchOptimizer(FusedOptimizer):
     """The common part of torch's optimizers in fused form.
 
     Bound methods that a scheduler or ``amp`` stored before ``unfuse`` keep working after it.
@@ -57,7 +57,7 @@ class OfTorch(FusedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step like ``FusedOptimizer.step``, or like torch after ``unfuse``."""
-        own: Any = _hooked_step if isinstance(self, OfTorch) else _torch_class(self).step
+        own: Any = _hooked_step if isinstance(self, FusedTorchOptimizer) else _torch_class(self).step
         return own(self, closure, **kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # keeps torch from adding hooks, which both branches have
@@ -98,28 +98,28 @@ class OfTorch(FusedOptimizer):
 _hooked_step = torch.optim.Optimizer.profile_hook_step(FusedOptimizer.step)
 
 
-class OfAdam(OfTorch, FusedAdam):
+class FusedTorchAdam(FusedTorchOptimizer, FusedAdam):
     """The common part of Adam and AdamW, whose groups tell if weight decay is decoupled."""
 
     _renamed: ClassVar = (("adam_w_mode", "decoupled_weight_decay"),)
     _fixed: ClassVar = {"bias_correction": True}
 
 
-class Adam(OfAdam, torch.optim.Adam):
+class Adam(FusedTorchAdam, torch.optim.Adam):
     """``torch.optim.Adam`` with a fused step."""
 
     plain = torch.optim.Adam
     __init__ = torch.optim.Adam.__init__
 
 
-class AdamW(OfAdam, torch.optim.AdamW):
+class AdamW(FusedTorchAdam, torch.optim.AdamW):
     """``torch.optim.AdamW`` with a fused step."""
 
     plain = torch.optim.AdamW
     __init__ = torch.optim.AdamW.__init__
 
 
-class SGD(OfTorch, FusedSGD, torch.optim.SGD):
+class SGD(FusedTorchOptimizer, FusedSGD, torch.optim.SGD):
     """``torch.optim.SGD`` with a fused step. With ``dampening`` its state has a ``step``, which torch ignores."""
 
     plain = torch.optim.SGD
@@ -129,7 +129,7 @@ class SGD(OfTorch, FusedSGD, torch.optim.SGD):
     __init__ = torch.optim.SGD.__init__
 
 
-class Adagrad(OfTorch, FusedAdagrad, torch.optim.Adagrad):
+class Adagrad(FusedTorchOptimizer, FusedAdagrad, torch.optim.Adagrad):
     """``torch.optim.Adagrad`` with a fused step."""
 
     plain = torch.optim.Adagrad
@@ -141,7 +141,7 @@ class Adagrad(OfTorch, FusedAdagrad, torch.optim.Adagrad):
         return super()._layout({**group, "initial_accumulator_value": initial})
 
 
-class Muon(OfTorch, FusedMuon, torch.optim.Muon):
+class Muon(FusedTorchOptimizer, FusedMuon, torch.optim.Muon):
     """``torch.optim.Muon`` with a fused step."""
 
     plain = torch.optim.Muon
@@ -150,8 +150,8 @@ class Muon(OfTorch, FusedMuon, torch.optim.Muon):
     __init__ = torch.optim.Muon.__init__
 
 
-_CLASSES: tuple[type[OfTorch], ...] = (Adam, AdamW, SGD, Adagrad, Muon)
-_FUSED: dict[type[torch.optim.Optimizer], type[OfTorch]] = {cls.plain: cls for cls in _CLASSES}
+_CLASSES: tuple[type[FusedTorchOptimizer], ...] = (Adam, AdamW, SGD, Adagrad, Muon)
+_FUSED: dict[type[torch.optim.Optimizer], type[FusedTorchOptimizer]] = {cls.plain: cls for cls in _CLASSES}
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
@@ -217,7 +217,7 @@ def has_moments(optimizer: torch.optim.Optimizer) -> bool:
     return can and fused is not None and not issubclass(fused, FusedAdagrad)
 
 
-def fused_base(optimizer: torch.optim.Optimizer, options: FusedOptions | None = None) -> type[OfTorch]:
+def fused_base(optimizer: torch.optim.Optimizer, options: FusedOptions | None = None) -> type[FusedTorchOptimizer]:
     """Return the fused class of an optimizer that ``can_fuse`` accepts, after adding its data to the optimizer."""
     optimizer._fused = FusedData.of(optimizer, options or FusedOptions())  # type: ignore[attr-defined]
     _drop_spoilt_masters(optimizer)
@@ -240,7 +240,7 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
     Raises:
         ArgumentTypeError: for an optimizer that ``fuse`` did not convert.
     """
-    if not isinstance(optimizer, OfTorch):
+    if not isinstance(optimizer, FusedTorchOptimizer):
         raise ArgumentTypeError(f"unfuse takes what fuse has made, not {type(optimizer).__name__}.")
     if optimizer.release is not None:
         optimizer.release.remove()

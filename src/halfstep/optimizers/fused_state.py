@@ -36,17 +36,17 @@ Hyper = dict[str, Any]
 
 @dataclass(slots=True, eq=False)
 class FusedData:
-    """Everything that a fused optimizer has and torch's has not. It is the one attribute that we put on its instances.
+    """All data that a fused optimizer adds to torch's. It is the only attribute that halfstep puts on the instance.
 
     Attributes:
-        table: the parameters, and the masters of the 16-bit ones.
-        options: the storage of weights and state, and the norm that a step clips to.
+        table: the parameters, and the masters of 16-bit parameters.
+        options: the storage of weights and state, and the clipping norm.
         set_grad_none: the default of ``zero_grad(set_to_none=...)``.
         grad_norm: the 2-norm of the unscaled gradients at the last step, a 0-dim tensor, if the step clipped.
-        warned: True if the warning about lost updates has been given, or need not be.
-        release: the gradient release that ``attach`` began; None if there is none.
-        on_gradients: functions that are called with the gradients of each step; see ``OnGradients``.
-        groups: the rows of each parameter group, by its place, as the last step left them.
+        warned: True if the warning about lost updates was issued, or does not apply.
+        release: the gradient release started by ``attach``; None if there is none.
+        on_gradients: callbacks for the gradients of each step; see ``OnGradients``.
+        groups: the rows of each parameter group from the last step, by the index of the group.
         known_state: the keys and the entries of ``state`` after the last step.
     """
 
@@ -65,19 +65,19 @@ class FusedData:
         """Return the data of a new optimizer.
 
         Args:
-            optimizer: may have no parameters yet.
-            args: the fields after ``table``.
+            optimizer: the optimizer, possibly without parameters yet.
+            args: the values of the fields after ``table``.
         """
         ref = weakref.ref(optimizer)
         return cls(OptimizerTable(ref, new_master=partial(InState, optimizer=ref)), *args)
 
 
 _SAVED = {"options": "options", "set_grad_none": "set_grad_none", "grad_norm": "grad_norm", "_warned": "warned"}
-"""The fields of ``FusedData`` that a pickle holds: the name in the pickle, and the name of the field."""
+"""The fields of ``FusedData`` that are pickled: the name in the pickle, and the name of the field."""
 
 
 def _field(name: str) -> Any:
-    """A property of an optimizer that is a field of its ``FusedData``."""
+    """Make a property of the optimizer for a field of its ``FusedData``."""
     return property(attrgetter(f"_fused.{name}"), lambda self, value: setattr(self._fused, name, value))
 
 
@@ -125,22 +125,22 @@ class FusedState(torch.optim.Optimizer):
         check_hyperparameters(group)
 
     def add_param_group(self, param_group: Hyper) -> None:
-        """Add a group; what it does not say has its default.
+        """Add a group; missing hyperparameters get their defaults.
 
         Raises:
             ArgumentValueError: for a hyperparameter out of range.
-            ArgumentTypeError: for one of the wrong type.
+            ArgumentTypeError: for a hyperparameter of the wrong type.
         """
         if isinstance(param_group, dict):
             self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def keep_masters(self, started: dict[int, torch.Tensor] | None = None) -> None:
-        """Keep masters of 16-bit parameters from now on, unless told otherwise when made: ``master_weights=True``.
+        """Keep masters of 16-bit parameters from now on, unless the constructor's options say otherwise.
 
         Args:
-            started: values to start from, by the identity of the parameter; used in its first step. Float64 ones are
-                rounded to fp32, which is what masters are.
+            started: initial values of masters, by the ``id`` of the parameter, for its first step. Float64 values are
+                rounded to fp32, the dtype of masters.
         """
         if not self.options.master_weights and self.options.rounding == "nearest":
             self.options = replace(self.options, master_weights=True)
@@ -150,31 +150,31 @@ class FusedState(torch.optim.Optimizer):
             master.start = None if start is None else start.to(torch.float32)
 
     def keep_moments(self, form: StateForm) -> None:
-        """Store moments in another form from now on, unless told otherwise when made."""
+        """Store moments in another form from now on, unless the constructor's options say otherwise."""
         if self.options.state_dtype is None:
             self.options = replace(self.options, state_dtype=form)
             self._fused.groups.clear()
 
     def master_value(self, param: torch.Tensor) -> torch.Tensor:
-        """A new float32 tensor: the value of a parameter's master; without a master, of the parameter."""
+        """Return the value of a parameter's master as a new float32 tensor; without a master, the parameter's value."""
         self.table.refresh()
         master = self.table.master_of(param)
         return master_value(param, self.state.get(param, {})) if master is None else master.read()
 
     def _masters(self) -> list[InState]:
-        """The masters of all 16-bit parameters; none unless this keeps masters."""
+        """List the masters of all 16-bit parameters; an empty list if this optimizer keeps none."""
         slots = self.table.refresh() if self.options.master_weights else []
         return [slot.master for slot in slots if isinstance(slot.master, InState)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as torch saves it, but masters and 8-bit moments of sharded weights are fp32.
+        """Return the state in torch's form, with fp32 masters and fp32 moments for sharded weights.
 
-        No collective operation sends int16, and blocks of 256 elements cannot be cut anew. Moments that are loaded into
-        the same shards become the same codes again, to the bit.
+        Collectives do not send int16, and blocks of 256 8-bit codes cannot be resharded. Loading fp32 moments into the
+        same shards restores the same codes, bit for bit.
 
-        ``torch.distributed.checkpoint`` asks for the entries of this state when it loads. It finds them in a checkpoint
-        of another sharding or level only if they have one form. So it gets that form of weights that are not sharded,
-        too, and no master that is in the state of a model.
+        ``torch.distributed.checkpoint`` reads the names of the entries from this state when it loads. They match a
+        checkpoint of another sharding or level only if every state has the same form. So it also gets the fp32 form for
+        weights that are not sharded, and no master that the state of the model already contains.
         """
         settle(refresh=False)
         saved = super().state_dict()
@@ -193,15 +193,16 @@ class FusedState(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state of this class or of the torch optimizer of the same name; nothing is rounded on the way.
+        """Load a state of this class, or of the torch optimizer of the same name, without rounding it.
 
-        torch's own would cast state to the dtype of the parameters, which loses moments and remainders of 16-bit ones.
+        torch's ``load_state_dict`` casts state to the dtype of the parameters, which destroys moments and remainders of
+        16-bit parameters. The hooks below save the loaded values before the cast and put them back after it.
 
         Raises:
-            ArgumentTypeError: for something else than a dict. Nothing has been loaded then.
-            ArgumentValueError: for a dict without ``state`` or ``param_groups``. Nothing has been loaded then.
-            UsageError: for a flattened state dict of torch whose 8-bit moments or masters have other names. Nothing
-                has been loaded then.
+            ArgumentTypeError: unless it is a dict.
+            ArgumentValueError: for a dict without ``state`` or ``param_groups``.
+            UsageError: for a flattened state dict of torch whose 8-bit moments or masters have other names.
+                An error leaves the optimizer unchanged.
         """
         check_optimizer_state(self, state_dict)
         seen: dict[str, Any] = {}
@@ -226,7 +227,7 @@ class FusedState(torch.optim.Optimizer):
                 if "remainder" in state:
                     take_back_rounding(master.param, state["remainder"], value)
                 elif "master" not in state:
-                    master.start = value  # the state is of an optimizer without masters
+                    master.start = value  # the loaded state is from an optimizer without masters
             self._fused.groups.clear()
 
         before = self.register_load_state_dict_pre_hook(capture)
@@ -241,13 +242,13 @@ class FusedState(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self._fused, where) for name, where in _SAVED.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).setdefault("_fused", FusedData.of(self))  # torch's load_state_dict comes here, too
+        vars(self).setdefault("_fused", FusedData.of(self))  # torch's load_state_dict also calls __setstate__
         known = set(state.get("defaults") or self.defaults)
         super().__setstate__({name: value for name, value in state.items() if name not in _SAVED})
         for name in _SAVED.keys() & state.keys():
             setattr(self._fused, _SAVED[name], state[name])
         if "differentiable" not in known:
-            self.defaults.pop("differentiable", None)  # torch adds it to whatever it restores
+            self.defaults.pop("differentiable", None)  # torch adds it to every optimizer that it restores
         self._fused.groups, self._fused.known_state = {}, ([], [])
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -256,7 +257,7 @@ class FusedState(torch.optim.Optimizer):
     # ---- inside
 
     def _widen_moments(self, group: Hyper, state: dict[str, Any]) -> None:
-        """Make float32 tensors of the 8-bit codes in the state of a parameter of a group."""
+        """Replace the 8-bit codes in the state of a parameter by float32 moments."""
         for name, spec in self._layout(group).items():
             codes, absmax = moments.keys(name, codes_of(spec))
             if codes in state:
@@ -264,13 +265,13 @@ class FusedState(torch.optim.Optimizer):
                 del state[codes], state[absmax]
 
     def _complete_state(self, group: Hyper, params: Iterable[torch.Tensor]) -> None:
-        """Let masters that are made in this step start from what they were given.
+        """Initialize the masters that are created in this step.
 
-        A subclass may add what else the state of some parameters needs before the tables of a step are made.
+        A subclass may also add missing state here, before the tables of the step are built.
 
         Args:
             group: their hyperparameters.
-            params: some of the parameters of a group.
+            params: some parameters of the group.
         """
         for param in params:
             master = self.table.master_of(param) if param.grad is not None else None
@@ -279,7 +280,7 @@ class FusedState(torch.optim.Optimizer):
 
 
 def _refuse_lost(state: Any, *, masters: bool) -> None:
-    """Refuse to lose what a flattened state dict has by other names: torch has put {} for it."""
+    """Refuse a flattened state dict whose entries have other names, because torch puts {} in place of each."""
     names = {name for kept in entries(state).values() for name, value in kept.items() if value == {}}
     lost = sorted(name for name in names if name.endswith("_codes") or (masters and name == "remainder"))
     if lost:

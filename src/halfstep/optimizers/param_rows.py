@@ -39,9 +39,9 @@ class SparseGradient(UsageError):  # noqa: N818 - what it says
 
 
 class StateSpec(NamedTuple):
-    """One thing an update keeps for a parameter: a tensor like it, or one float32 number where ``dtype`` is None.
+    """A spec for one entry in a parameter's state: a tensor of its shape, or a float32 number if ``dtype`` is None.
 
-    A moment is stored as the ``FusedOptions`` say: a first one has both signs, a second one has none.
+    ``FusedOptions`` choose the storage of a moment. A first moment has values of both signs, a second moment does not.
     """
 
     dtype: torch.dtype | None
@@ -59,21 +59,21 @@ _ODD = 0x85EBCA6B, 0x9E3779B1  # large odd constants: parameters and steps draw 
 
 @elementwise_kernel(squares=("seen",), checks=("seen",))
 def read_gradients(grad: Any) -> dict[str, Any]:
-    """The sum of squares of a gradient, and whether it is finite."""
+    """Compute the sum of squares of a gradient, and check it for inf and NaN."""
     return {"seen": grad}
 
 
 @elementwise_kernel(squares=("seen",), checks=("seen",), statistics=("seen",))
 def survey_gradients(grad: Any) -> dict[str, Any]:
-    """``read_gradients`` that counts zeros, too, and finds the largest magnitude."""
+    """Do the work of ``read_gradients``, count zeros, and find the largest magnitude."""
     return {"seen": grad}
 
 
 class ParamRows:
-    """Parameters of one device, one dtype of weights and one of gradients, with their state; of sharded ones, the parts
-    that lie here.
+    """Parameters that share a device, a weight dtype and a gradient dtype, with their state; for sharded parameters,
+    their local shards.
 
-    The numbers of the state (``step``) are 0-dim views of one vector each, so that all of them advance at once.
+    Numbers in the state (``step``) are 0-dim views of one vector per name, so that one op advances all of them.
 
     Args:
         params: the parameters.
@@ -81,7 +81,7 @@ class ParamRows:
         states: the state of each.
         layout: the state that the update keeps.
         options: the storage of weights.
-        positions: the place of each parameter in the optimizer, from which its seeds are made.
+        positions: the place of each parameter in the optimizer; it sets the seeds of stochastic rounding.
 
     Attributes:
         params: the parameters.
@@ -89,9 +89,9 @@ class ParamRows:
         device: the device of the rows.
         weights: the parameters, without gradients.
         numbers: the numbers of the state, float32 of shape [rows].
-        domain: the processes that hold the other parts.
+        domain: the processes that hold the other shards.
         state_names: the names of the tensors in the state of each parameter.
-        squares, surveyed: what was read of the gradients of this step; None if nothing was.
+        squares, surveyed: the results of this step's read of the gradients; None before it.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ParamRows:
         }
         for name, form in kept.items():
             columns[name] = (form, moments.parts(states, name, form))
-        # The second part of a weight's storage lies in the state, too, and can be replaced there.
+        # The second part of a weight's storage is also in the state, where user code can replace it.
         extra = {"split": "remainder", "plain": "master"}.get(storage.kind)
         names = [*self.numbers, *(key for name, form in kept.items() for key in moments.keys(name, form))]
         names += [extra] if extra else []
@@ -151,10 +151,10 @@ class ParamRows:
             scalars: the numbers that the kernel reads.
             skip: see ``Launcher``.
             found: see ``Launcher``.
-            beside: columns that only this call has, by name.
+            beside: additional columns for this call, by name.
 
         Returns:
-            The sums of squares it names, of whole tensors where they are sharded.
+            The sums of squares that the kernel names, of whole tensors if they are sharded.
         """
         if self._random:
             drawn = (self._seeds + self.numbers["step"].long() * _ODD[1]) & 0xFFFF_FFFF
@@ -167,12 +167,12 @@ class ParamRows:
         """Add up, in place, the sums of squares of all parts of sharded tensors."""
         if self.domain:
             complete_sum(squares, self.domain)
-            if found is not None:  # what is not finite elsewhere shows in the sum
+            if found is not None:  # inf or NaN on any rank makes the sum inf or NaN
                 found.logical_or_(squares.isfinite().all().logical_not_())
         return squares
 
     def squared_norms(self, found: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of squares of each gradient as it is, float64 of shape [rows]; read once in a step.
+        """Return the sum of squares of each gradient, still scaled: float64 of shape [rows]; read once per step.
 
         Args:
             found: 0-dim float32 tensor, set to 1.0 if a gradient that is read holds inf or NaN.
@@ -184,15 +184,15 @@ class ParamRows:
         return self.squares
 
     def survey(self, found: torch.Tensor | None = None) -> torch.Tensor:
-        """More of each gradient, or of the part that lies here, in the one read that ``squared_norms`` needs, too.
+        """Return statistics of each gradient, or of its local shard, from the same read that ``squared_norms`` needs.
 
-        It asks nothing of other processes, so one of them may do it alone.
+        It does not communicate, so a single rank may call it.
 
         Args:
             found: as for ``squared_norms``.
 
         Returns:
-            float64 of shape [3, rows]: sums of squares, numbers of zeros, largest magnitudes but NaN.
+            float64 of shape [3, rows]: sums of squares, counts of zeros, and largest magnitudes, ignoring NaN.
         """
         if self.surveyed is None:
             self.surveyed = launch(self.table, survey_gradients, {}, found=found)
@@ -200,7 +200,7 @@ class ParamRows:
 
 
 class GroupRows:
-    """All the rows of one parameter group, kept from step to step while nothing but gradients changes.
+    """All rows of one parameter group, which are reused from step to step as long as only gradients change.
 
     Args:
         params: the parameters of the group.
@@ -245,7 +245,7 @@ class GroupRows:
             )
             for positions in self._positions
         ]
-        # The tensors of the state that the rows were made for, and where each was found.
+        # The state tensors of the rows, and where each was found, to notice a replaced one.
         kept = [(entry, name, entry[name]) for rows in self.rows for name in rows.state_names for entry in rows.states]
         self._entries, self._names, self._tensors = map(list, zip(*kept, strict=True)) if kept else ([], [], [])
 
@@ -257,9 +257,9 @@ class GroupRows:
         *,
         known: bool = False,
     ) -> bool:
-        """Take the gradients that are there now; False if another set of parameters or state takes part.
+        """Use the present gradients. Returns False if the parameters, their storage or state changed.
 
-        ``known`` says that no entry of the state was exchanged since the last step.
+        ``known`` is True if the entries of the state are the same objects as in the last step.
         """
         if state is not self._state or len(params) != len(self._params) or layout != self._layout:
             return False
@@ -282,7 +282,7 @@ class GroupRows:
 
 
 def check_gradient(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Refuse what a fused step cannot read.
+    """Refuse gradients and parameters that a fused step cannot read.
 
     Raises:
         SparseGradient: for a sparse gradient.
@@ -301,7 +301,7 @@ def check_gradient(param: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def _prepare(param: torch.Tensor, state: dict[str, Any], layout: StateLayout, kept: Mapping[str, Storage]) -> None:
-    """Make what state is missing, and bring what was loaded from elsewhere into the form kept here."""
+    """Create missing state, and convert loaded state to the storage that this optimizer uses."""
     for name, spec in layout.items():
         if spec.dtype is not None:
             moments.adapt(param, state, name, spec.initial, kept[name], codes_of(spec))
@@ -315,7 +315,7 @@ def codes_of(spec: StateSpec) -> Storage:
 
 
 def _check_shapes(columns: Mapping[str, Column]) -> None:
-    """Kernels trust the shapes of what they are given."""
+    """Check that all columns have the shapes of the weights, because kernels do not check."""
     weights = columns["param"][1][-1]
     for name, (_, parts) in columns.items():
         for weight, tensor in zip(weights, parts[0], strict=True):

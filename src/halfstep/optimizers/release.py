@@ -1,8 +1,8 @@
-"""Gradient release: parameters step inside of the backward pass, and their gradients are freed at once.
+"""Gradient release: parameters step during the backward pass, and their gradients are freed right away.
 
-This file decides when parameters step, and by what their gradients are multiplied then. ``base`` has the step itself.
-The code that runs a scaled backward pass calls ``begin``, ``finish`` and ``abandon``. A parameter takes one gradient in
-each step: a second one is an error, so no gradient is ever added to another.
+This file decides when a parameter steps, and by which factor its gradient is unscaled; ``base`` has the step itself.
+The code that runs a scaled backward pass calls ``begin``, ``finish`` and ``abandon``. A parameter takes one gradient
+per step: a second gradient is an error, so gradients are never accumulated.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from .release_checks import check, refuse_closure, refuse_gradient, refuse_ranks
 
 __all__ = ["GradientRelease", "release_of"]
 
-_BUCKET = 2**23  # bytes: smaller gradients wait for each other, so that one launch steps their parameters
+_BUCKET = 2**23  # bytes: small gradients wait until this many have arrived, so that one launch steps them together
 
 
 def release_of(optimizer: object) -> GradientRelease | None:
-    """The gradient release of an optimizer; None if it has none."""
+    """Return the gradient release of an optimizer; None if it has none."""
     found = getattr(optimizer, "release", None)
     return found if isinstance(found, GradientRelease) else None
 
 
 def _arrive(release: weakref.ref[GradientRelease], param: torch.Tensor) -> None:
-    """The hook on a parameter. It has no effect once the optimizer is gone."""
+    """Hook on a parameter. It does nothing after the optimizer has been freed."""
     alive = release()
     if alive is not None:
         alive.arrive(param)
 
 
 def _is_released(param: torch.Tensor) -> bool:
-    """True if a parameter has the hook of an optimizer that is alive."""
+    """True if a live optimizer has put its hook on the parameter."""
     hooks = [hook for hook in tensor_hooks(param) if isinstance(hook, partial) and hook.func is _arrive]
     return any(hook.args[0]() is not None for hook in hooks)
 
@@ -51,8 +51,8 @@ class GradientRelease:
     """The gradient release of an optimizer, which ``FusedOptimizer.attach`` returns.
 
     Args:
-        optimizer: a fused one. This must not outlive it.
-        scaler: the ``GradScaler`` that scales the losses; None if none does.
+        optimizer: a fused optimizer, which must outlive this object.
+        scaler: the ``GradScaler`` that scales the losses, if there is one.
 
     Attributes:
         scaler: as given, if it is enabled.
@@ -64,10 +64,10 @@ class GradientRelease:
         self._hooks: dict[int, Any] = {}  # by the identity of the parameter
         self._places: dict[int, tuple[int, int]] = {}  # the group of each parameter, and its place in the optimizer
         self._rows: dict[tuple[int, int], GroupRows] = {}  # by group and the identity of the first parameter
-        self._queued = -1  # the backward pass at whose end those that wait are to step
-        self._scale: torch.Tensor | None = None  # what the loss of the open block was multiplied by
-        self._guard: Callable[[], None] | None = None  # raises an error if no gradient must be used now
-        self._before = 0  # the number of parameters that had stepped when the block was opened
+        self._queued = -1  # the backward pass at whose end the waiting parameters will step
+        self._scale: torch.Tensor | None = None  # the loss scale of the open block
+        self._guard: Callable[[], None] | None = None  # raises if gradients must not be used now
+        self._before = 0  # the number of parameters that had stepped when the block opened
         self.forget()
 
     # ---- what a user calls
@@ -77,7 +77,7 @@ class GradientRelease:
         raise AttributeError(f"GradientRelease has no attribute {name!r}.", name=name, obj=self)
 
     def remove(self) -> None:
-        """From now on ``optimizer.step()`` is the step again, as without ``attach``."""
+        """End gradient release: ``optimizer.step()`` steps all parameters again, as before ``attach``."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -100,15 +100,15 @@ class GradientRelease:
             raise UsageError(f"This {type(optimizer).__name__} is attached already; remove() that first.")
         check(optimizer, model, _is_released)
         optimizer.release = self
-        # A plain pass adds to gradients from before, unless they are cleared. Then they are gone or not the same.
+        # A plain backward pass adds to gradients from before, unless they were cleared or replaced.
         self._left.update((id(p), weakref.ref(p.grad)) for p in model.parameters() if p.grad is not None)
         self._watch()
 
     def begin_step(self, closure: Any, scaler: object) -> None:
-        """``step`` was called with these.
+        """Check the arguments of ``step``.
 
         Raises:
-            UsageError: for a closure, or a scaler that ``attach`` was not given.
+            UsageError: for a closure, or for a scaler other than the one passed to ``attach``.
         """
         refuse_closure(closure)
         scaled = self._stepped and getattr(self._optimizer(), "grad_scale", None) is not None
@@ -116,7 +116,7 @@ class GradientRelease:
             self.refuse_other_scaler(scaler)
 
     def end_step(self) -> None:
-        """Every parameter has stepped."""
+        """End the step: report an overflow to the scaler, and clear the gradients that are left."""
         optimizer: Any = self._optimizer()
         if self.scaler is not None and self._found is not None:
             found = self._found.to(optimizer.param_groups[0]["params"][0].device)
@@ -126,19 +126,19 @@ class GradientRelease:
                 optimizer.found_inf = flags[found.device]
         for group in optimizer.param_groups:
             for param in group["params"]:
-                param.grad = None  # of a parameter that had no hook; the next pass must not meet it
+                param.grad = None  # a parameter without a hook still has one, which the next pass must not see
         self.forget()
 
     def forget(self) -> None:
-        """Begin a step anew."""
-        self._waiting: dict[int, torch.Tensor] = {}  # have a gradient, and step soon
+        """Reset all records, for a new step."""
+        self._waiting: dict[int, torch.Tensor] = {}  # parameters with a gradient that have not stepped yet
         self._bytes = 0
         self._stepped: set[int] = set()
-        self._found: torch.Tensor | None = None  # 1.0 once a gradient of this pass was inf or NaN
-        self._earlier: set[int] = set()  # had a gradient when the block was opened
-        self._left: dict[int, Callable[[], Any]] = {}  # the gradients from before the release
+        self._found: torch.Tensor | None = None  # 1.0 after a gradient of this pass was inf or NaN
+        self._earlier: set[int] = set()  # parameters that had a gradient when the block opened
+        self._left: dict[int, Callable[[], Any]] = {}  # gradients from before the release
 
-    # ---- what a face calls
+    # ---- what the code around a backward pass calls
 
     @property
     def has_stepped(self) -> bool:
@@ -148,33 +148,34 @@ class GradientRelease:
     def begin(
         self, params: Iterable[torch.Tensor], scale: torch.Tensor | None, guard: Callable[[], None] | None
     ) -> None:
-        """Note that a ``scale_loss`` block is opened.
+        """Begin a ``scale_loss`` block.
 
-        Beside a ``GradScaler`` it is a block of other optimizers, and what the scaler is to hear stays.
+        With a ``GradScaler``, the block belongs to other optimizers, so an overflow that the scaler must still learn of
+        is kept.
 
         Args:
-            params: the parameters of the optimizer, with the gradients from before the block.
-            scale: by what the gradients of the pass are to be divided; None if they are not scaled.
-            guard: a function that is called before a gradient is used; raises an error if it must not be used.
+            params: the parameters of the optimizer, with their gradients from before the block.
+            scale: the loss scale of the pass, or None.
+            guard: a function to call before a gradient is used; raises if it must not be used.
         """
         self._scale, self._guard, self._before = scale, guard, len(self._stepped)
         self._found = None if self.scaler is None else self._found  # a scaler's ends with the step
         self._earlier = {id(param) for param in params if param.grad is not None}
 
     def finish(self, found_inf: torch.Tensor) -> bool:
-        """True if a parameter stepped in the block that was left, whose overflow is added to ``found_inf``."""
+        """End the block: add its overflow to ``found_inf``. Returns True if a parameter stepped in the block."""
         self._scale = self._guard = None
         self.add_overflow(found_inf)
         return len(self._stepped) > self._before
 
     def abandon(self) -> None:
-        """The pass in the block failed. What has stepped has stepped."""
+        """Drop the waiting gradients of a failed pass. Parameters that have stepped keep their step."""
         self._scale = self._guard = None
         self._found = None if self.scaler is None else self._found  # a scaler's ends with the step
         self._waiting, self._bytes = {}, 0
 
     def add_overflow(self, found_inf: torch.Tensor) -> None:
-        """Set ``found_inf`` to 1.0 if a gradient was inf or NaN."""
+        """Set ``found_inf`` to 1.0 if a gradient of this pass was inf or NaN."""
         if self._found is not None:
             found_inf.logical_or_(self._found.to(found_inf.device, non_blocking=True))
 
@@ -182,35 +183,35 @@ class GradientRelease:
         """Refuse a scaler whose scale was not divided out.
 
         Raises:
-            UsageError: unless it is the one that ``attach`` was given.
+            UsageError: unless it is the scaler passed to ``attach``.
         """
         if scaler is None or scaler is not self.scaler:
             raise UsageError(
-                "Parameters step inside of the backward pass, and their gradients were not divided by the scale of "
-                "this GradScaler. Give it to attach: optimizer.attach(model, scaler=scaler)."
+                "Parameters step during the backward pass, and their gradients were not divided by the scale of this "
+                "GradScaler. Pass it to attach: optimizer.attach(model, scaler=scaler)."
             )
 
     def refuse_clipping(self, name: str) -> None:
-        """Refuse to clip or unscale what is gone.
+        """Refuse to clip or unscale gradients that were freed.
 
         Raises:
-            UsageError: if any parameter has stepped already.
+            UsageError: if any parameter has already stepped.
         """
         if self._stepped:
             raise UsageError(
-                f"{name} finds no gradients: with gradient release they were used and freed in the backward pass. To "
-                "clip, end the release with remove()."
+                f"{name} finds no gradients: gradient release used and freed them during the backward pass. To clip, "
+                "end the release with remove()."
             )
 
     def refuse_block(self) -> None:
-        """Refuse a ``scale_loss`` block beside a scaler.
+        """Refuse a ``scale_loss`` block together with a scaler.
 
         Raises:
-            UsageError: if ``attach`` was given a scaler.
+            UsageError: if a scaler was passed to ``attach``.
         """
         if self.scaler is not None:
             raise UsageError(
-                "attach() was given a GradScaler, and now there is a scale_loss block, too; use one of them."
+                "A GradScaler was passed to attach(), and this is a scale_loss block; use only one of them."
             )
 
     def refuse_delay(self) -> None:
@@ -227,10 +228,10 @@ class GradientRelease:
     # ---- in a backward pass
 
     def arrive(self, param: torch.Tensor) -> None:
-        """The gradient of a parameter is complete.
+        """Handle a parameter whose gradient is complete.
 
         Raises:
-            UsageError: if it cannot be used now.
+            UsageError: if the gradient cannot be used now.
         """
         if not self._waiting and not self._stepped:
             self._watch()  # the groups may have changed since the last step
@@ -253,7 +254,7 @@ class GradientRelease:
             self._step_waiting()
 
     def _watch(self) -> None:
-        """Learn which parameters there are, and put hooks on parameters that are new or no longer frozen."""
+        """Find the optimizer's parameters, and put hooks on parameters that are new or no longer frozen."""
         optimizer: Any = self._optimizer()
         self._places = {}
         for index, group in enumerate(optimizer.param_groups):
@@ -267,7 +268,7 @@ class GradientRelease:
 
     @torch.no_grad()
     def _step_waiting(self) -> None:
-        """Step the parameters that wait, and free their gradients."""
+        """Step the waiting parameters, and free their gradients."""
         optimizer: Any = self._optimizer()
         params = [p for p in self._waiting.values() if p.grad is not None]
         self._waiting, self._bytes = {}, 0
@@ -295,7 +296,7 @@ class GradientRelease:
             param.grad = None
 
     def _inverse_scale(self, device: torch.device) -> Number:
-        """Factor that multiplies the gradients of this pass. A pass that is scaled has a flag for inf and NaN, too."""
+        """Return the factor that unscales this pass. A scaled pass also gets its flag for inf and NaN here."""
         scale = self._scale
         if self.scaler is not None:
             scale = scale_of(self.scaler)

@@ -18,22 +18,22 @@ def check(optimizer: Any, model: nn.Module, is_released: Callable[[torch.Tensor]
     """Refuse an optimizer and a model whose gradients cannot be released.
 
     Args:
-        optimizer: a fused one.
-        model: the model whose backward passes are to step.
+        optimizer: a fused optimizer.
+        model: the model whose backward passes will step the parameters.
         is_released: returns True if another optimizer releases the gradient of a parameter.
 
     Raises:
         ArgumentValueError: for parameters that are not in the model or on several devices, and for sparse layers.
-        UsageError: for an optimizer that clips, for parameters of two optimizers, for masters outside of the optimizer,
-            for more than one rank.
+        UsageError: for an optimizer that clips, for parameters of two optimizers, for masters outside the optimizer,
+            and for more than one rank.
     """
     own = [group.get("max_grad_norm") or None for group in optimizer.param_groups]  # optimizers of 2018 have it there
     if limits := [limit for limit in (optimizer.options.max_grad_norm, *own) if limit is not None]:
         kind = type(optimizer).__name__
         raise UsageError(
             f"attach(model): this {kind} clips with max_grad_norm={limits[0]}, which needs the norm of all gradients, "
-            "and gradient release frees each gradient before the others are there. Make the optimizer with "
-            "max_grad_norm=None (FusedLAMB clips by default), or do not attach it."
+            "and gradient release frees each gradient as it arrives. Create the optimizer with max_grad_norm=None "
+            "(FusedLAMB clips by default), or do not attach it."
         )
     groups = enumerate(optimizer.param_groups)
     names = {id(p): f"parameter {i} of group {g}" for g, group in groups for i, p in enumerate(group["params"])}
@@ -43,27 +43,27 @@ def check(optimizer: Any, model: nn.Module, is_released: Callable[[torch.Tensor]
         name = f"attach(model): {names[id(param)]}, of shape {tuple(param.shape)},"
         if id(param) not in known:
             raise ArgumentValueError(
-                f"{name} is not in the model. Give a model that has all parameters of this optimizer; "
-                "torch.nn.ModuleList makes one of several."
+                f"{name} is not in the model. Pass a model that has all parameters of this optimizer; "
+                "torch.nn.ModuleList combines several."
             )
         if is_released(param):
-            raise UsageError(f"{name} is released by another optimizer already, and only one can use its gradient.")
+            raise UsageError(f"{name} is already released by another optimizer; only one can use its gradient.")
     if len(devices := sorted({str(p.device) for p in params})) > 1:
         raise ArgumentValueError(
-            f"attach(model): parameters are on {', '.join(devices)}, whose backward passes run at the same time; make "
-            "an optimizer for each device."
+            f"attach(model): parameters are on {', '.join(devices)}, whose backward passes run at the same time; "
+            "create one optimizer per device."
         )
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) is True and any(id(p) in names for p in module.parameters(recurse=False)):
             raise ArgumentValueError(
-                f"attach(model): {path or 'the model'} ({type(module).__name__}) makes sparse gradients, which fused "
-                "optimizers do not take; make it with sparse=False."
+                f"attach(model): {path or 'the model'} ({type(module).__name__}) has sparse gradients, which fused "
+                "optimizers do not support; create it with sparse=False."
             )
         refuse_ranks(params, first_fsdp=type(module).__name__ == "FullyShardedDataParallel")
     keeper = getattr(getattr(optimizer, "_amp_stash", None), "keeper", None)
     if keeper is not None and keeper.plain is not None:
         raise UsageError(
-            f"attach(model): the masters of this {type(optimizer).__name__} are kept outside of it, because it shares "
+            f"attach(model): the masters of this {type(optimizer).__name__} are kept outside it, because it shares "
             "a parameter with another optimizer or because torch is older than 2.13. Gradient release needs them in "
             "the state of the optimizer."
         )
@@ -77,8 +77,8 @@ def refuse_ranks(params: list[torch.Tensor], *, first_fsdp: bool = False) -> Non
     """
     if first_fsdp or reduced_params(params):
         raise UsageError(
-            "Gradient release steps a parameter as soon as its gradient is there, before DistributedDataParallel or "
-            "FSDP has averaged it with the other ranks. Train on one process, or keep the gradients."
+            "Gradient release steps a parameter as soon as its gradient arrives, before DistributedDataParallel or "
+            "FSDP averages it over ranks. Train in one process, or do not attach."
         )
 
 
@@ -86,11 +86,11 @@ def refuse_closure(closure: Any) -> None:
     """Refuse a closure.
 
     Raises:
-        UsageError: if there is one.
+        UsageError: if ``closure`` is not None.
     """
     if closure is not None:
         raise UsageError(
-            "step(closure) runs backward passes itself, and with gradient release these would step already. Call "
+            "step(closure) runs backward passes itself, and gradient release would already step in them. Call "
             "backward() and then step() without a closure, or end the release with remove()."
         )
 
@@ -99,12 +99,12 @@ def refuse_gradient(param: torch.Tensor) -> None:
     """Refuse a gradient that is part of a graph.
 
     Raises:
-        UsageError: if it is.
+        UsageError: if it requires grad.
     """
     if param.grad is not None and param.grad.requires_grad:
         raise UsageError(
-            "backward(create_graph=True) needs gradients and weights again, and gradient release frees the ones and "
-            "changes the others. Use torch.autograd.grad for it, or end the release with remove()."
+            "backward(create_graph=True) needs the gradients and weights again, and gradient release frees the "
+            "gradients and changes the weights. Use torch.autograd.grad instead, or end the release with remove()."
         )
 
 

@@ -228,7 +228,7 @@ class Tape:
             if leaf.grad_fn is not None:
                 raise UsageError(
                     "A value of a program meets a tensor that was computed from parameters before, which would be a "
-                    "constant. Compute it inside of the forward of a module that is given a Variable by position."
+                    "constant. Compute it inside the forward of a module that is given a Variable by position."
                 )
             name = f"{'parameter' if isinstance(leaf, nn.Parameter) else 'buffer'}_{len(self.state)}"
             self.state[name] = leaf

@@ -25,7 +25,7 @@ from ..core.errors import UsageError
 from ..core.inner_optimizers import bare
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.class_swap import rebase
-from ..optimizers.fuse import OfTorch, fused_base, unfuse
+from ..optimizers.fuse import FusedTorchOptimizer, fused_base, unfuse
 from ..optimizers.param_rows import SparseGradient
 from ..parameters.held_masters import WITH_MEMORY, settle
 from ..parameters.keeper import MasterKeeper
@@ -226,7 +226,7 @@ class AttachedOptimizer:
         optimizer: Any = self.optimizer
         # Whether the step looks early enough: nothing asks before it. Other processes would, and so may torch's own
         # optimizers, which can go on without their fused step.
-        checks = isinstance(optimizer, FusedOptimizer) and not isinstance(optimizer, OfTorch)
+        checks = isinstance(optimizer, FusedOptimizer) and not isinstance(optimizer, FusedTorchOptimizer)
         checks = checks and not (self.window.records or observers or (dist.is_available() and dist.is_initialized()))
         checks = checks and optimizer.checks_gradients
         if self.window.keeper.gradients.unscale_or_check(scale, found_inf, step_checks=checks):
@@ -318,7 +318,7 @@ class AttachedOptimizer:
             except ClosureOverflowed:
                 return self._skip()
             except SparseGradient:
-                if not (keeper.any and isinstance(optimizer, OfTorch)):
+                if not (keeper.any and isinstance(optimizer, FusedTorchOptimizer)):
                     raise
                 returned = self._step_unfused(found_inf, args, kwargs)
                 return returned if closure is None else vars(closure)["loss"]
