@@ -56,57 +56,32 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"^On cpu train with opt_level=", output, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "units", "table", "advice"),
-    [
-        (
-            [],
-            [],
-            {"cpu": ["as fp32", "as fp32"]},
-            ['On cpu train with opt_level="O0": this is fp32. Computing in 16 bits is no faster here; '],
-        ),
-        (
-            [],
-            ["avx512_bf16"],
-            {"cpu": ["as fp32", "fast"]},
-            ['On cpu train with opt_level="O2", dtype=torch.bfloat16: '],
-        ),
-        (
-            [],
-            ["fp16_arith", "bf16"],
-            {"cpu": ["fast", "fast"]},
-            ['On cpu train with opt_level="O2", dtype=torch.bfloat16: '],
-        ),
-        (
-            [("NVIDIA A100", (8, 0)), ("Tesla T4", (7, 5)), ("Tesla K40m", (3, 5))],
-            [],
-            {"cuda:0": ["fast", "fast"], "cuda:1": ["fast", "as fp32"], "cuda:2": ["as fp32", "as fp32"]},
-            [
-                'On cuda:0 train with opt_level="O2", dtype=torch.bfloat16: ',
-                'On cuda:1 train with opt_level="O2", dtype=torch.float16: ',
-                'On cuda:2 train with opt_level="O0": ',
-            ],
-        ),
-    ],
-    ids=["plain CPU", "AVX512-BF16", "Arm", "three GPUs"],
-)
-def test_devices_and_advice(
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: list[tuple[str, tuple[int, int]]],
-    units: list[str],
-    table: dict[str, list[str]],
-    advice: list[str],
-) -> None:
+SLOW, FAST = "as fp32", "fast"
+FP16, BF16 = (f'"O2", dtype=torch.{name}: ' for name in ("float16", "bfloat16"))
+DEVICES: dict[str, tuple[list[Any], list[str], dict[str, tuple[str, str, str]]]] = {
+    "plain CPU": ([], [], {"cpu": (SLOW, SLOW, '"O0": this is fp32. Computing in 16 bits is no faster here; ')}),
+    "AVX512-BF16": ([], ["avx512_bf16"], {"cpu": (SLOW, FAST, BF16)}),
+    "Arm": ([], ["fp16_arith", "bf16"], {"cpu": (FAST, FAST, BF16)}),
+    "three GPUs": (
+        [("NVIDIA A100", (8, 0)), ("Tesla T4", (7, 5)), ("Tesla K40m", (3, 5))],
+        [],
+        {"cuda:0": (FAST, FAST, BF16), "cuda:1": (FAST, SLOW, FP16), "cuda:2": (SLOW, SLOW, '"O0": ')},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_devices_and_advice(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    gpus, units, table = DEVICES[name]
     pretend(monkeypatch, gpus, units)
     output = run(monkeypatch)
-    for device, speeds in table.items():
-        assert row(output, device)[-2:] == speeds
-    for text in advice:
-        assert text in output
-    lacking = [device for device, speeds in table.items() if "as fp32" in speeds]
+    for device, (fp16, bf16, advice) in table.items():
+        assert row(output, device)[-2:] == [fp16, bf16]
+        assert f"On {device} train with opt_level={advice}" in output
+    lacking = [device for device, speeds in table.items() if SLOW in speeds]
     assert all(f"{device} has no units for" in output for device in lacking)
-    for name, (major, minor) in gpus:
-        assert f"{name}, compute capability {major}.{minor}, 16 GiB" in output
+    for gpu, (major, minor) in gpus:
+        assert f"{gpu}, compute capability {major}.{minor}, 16 GiB" in output
 
 
 @pytest.mark.parametrize("gpus", [[], [("NVIDIA GeForce RTX 5090", (12, 0))]])

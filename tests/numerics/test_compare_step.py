@@ -493,13 +493,17 @@ def test_nan_that_a_step_begins_with_is_not_blamed_on_an_op(where: str, began: s
     assert found.not_finite == began
 
 
-def test_an_overflow_of_16_bits_alone_leaves_the_reference_finite() -> None:
-    model = nn.Sequential(nn.Linear(16, 32), Applies(lambda x: x * 1e3 * 1e3 / 1e6), nn.Linear(32, 4))
-    found = numerics.compare_step(lambda: loss_of(model), model, candidate="O1", dtype=torch.float16)
-    assert found.not_finite == ""
-    first = found.first()
+@pytest.mark.parametrize(
+    ("emulate", "function", "op"),
+    [(False, lambda x: x * 1e3 * 1e3 / 1e6, "mul"), (True, lambda x: (6e3 * x) @ (6e3 * x).T @ x / 1e6, "mm")],
+)
+def test_an_overflow_of_16_bits_alone_leaves_the_reference_finite(emulate: bool, function: Any, op: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 32), Applies(function), nn.Linear(32, 4))
+    model = amp.initialize(model, opt_level="O2", dtype=torch.float16, emulate=emulate, verbosity=0)
+    found = numerics.compare_step(lambda: loss_of(model), model)
+    first, dtype = found.first(), "float16" + " (emulated)" * emulate
     assert first is not None
-    assert (first.module, first.why) == ("1", "overflow")
+    assert (found.not_finite, first.module, first.op, first.dtype, first.why) == ("", "1", op, dtype, "overflow")
 
 
 def test_the_page_says_where_the_reference_became_nan(tmp_path: Path) -> None:

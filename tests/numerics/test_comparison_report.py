@@ -36,7 +36,7 @@ def test_the_first_divergence_is_said(tmp_path: Path, diverging: list[Entry]) ->
     said = re.search(r'class="note">(.*?)</p>', page)
     assert said is not None
     assert said[1] == (
-        "First divergence: &lt;bad&gt;, sub in float16, cancellation: error 50 %, of which inherited 0.1 %."
+        "First divergence: &lt;bad&gt;: sub in float16, cancellation: error 0.5, of which inherited 0.001."
     )
     assert "3 tensors in 3 modules. loss scale: 4096.0." in page
     assert "<code>&lt;bf16&gt;.jsonl</code> against <code>fp32.jsonl</code>" in page

@@ -155,6 +155,29 @@ def test_a_notice_sees_every_op_with_its_result() -> None:
     assert len(seen) == count
 
 
+class Embedded(nn.Module):
+    """A model that takes integers and a mask, which casting looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.net = nn.Embedding(100, 8), made()
+
+    def forward(self, words: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.net(self.words(words) * mask)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_emulated_product_counts_under_its_dtype_and_no_look_at_values_counts(level: str) -> None:
+    model = amp.initialize(Embedded(), opt_level=level, dtype=torch.float16, emulate=True, verbosity=0)
+    words, mask = torch.arange(90, 96), torch.arange(6.0)[:, None] * 3000
+    with numerics.Monitor(model, every=1):
+        table = numerics.op_table(lambda: model(words, mask).float().sum().backward(), model)
+    products = {(row.backward, *row.calls) for row in table.rows() if row.op in ("mm", "addmm")}
+    assert products == {(False, "float16 (emulated)"), (True, "float16 (emulated)")}
+    assert " float16 (emulated)" in str(table).splitlines()[2]
+    assert {"abs", "aminmax", "equal", "max", "_local_scalar_dense"}.isdisjoint(row.op for row in table.rows())
+
+
 # ---- casts
 
 

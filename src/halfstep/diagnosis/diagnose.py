@@ -38,7 +38,6 @@ _RANK = (
 
 _WHY = {"overflow": "HS116", "underflow": "HS117", "fp32 op in 16 bits": "HS105", "fp32 in name only": "HS112"}
 _FIX = "compute it in fp32: {} of x.float(); or scale what goes into it; an overflow of float16 also ends in bfloat16"
-_EMULATED = [("_to_copy", op) for op in ("mm", "bmm", "addmm", "baddbmm", "convolution")]
 
 
 def diagnose(
@@ -194,7 +193,5 @@ def _explained(finding: Finding, compared: Comparison) -> Finding:
     first = next((each for each in compared.entries if each.error == float("inf")), None)
     if first is None:
         return finding
-    before = compared.entries[compared.entries.index(first) - 1].op  # an emulated product, which the cast rounds
-    op, how = (before, " (emulated)") if (first.op, before) in _EMULATED else (first.op, "")
-    text = f"{finding.message}; the first op is {op} in {first.dtype}{how} of {first.module}, finite in fp32"
-    return replace(finding, message=text, fix=_FIX.format(op))
+    text = f"{finding.message}; the first op is {first.op} in {first.dtype} of {first.module}, finite in fp32"
+    return replace(finding, message=text, fix=_FIX.format(first.op))

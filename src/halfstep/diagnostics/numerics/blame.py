@@ -111,7 +111,7 @@ def _entry(row: LinkedRow, occurrence: int, found: Error, inherited: Error, know
         row.op,
         occurrence,
         row.backward,
-        dtype_name(row.dtype),
+        dtype_name(row.dtype) + " (emulated)" * (row.emulates is row.dtype),
         error=max(found.error, found.lost),
         inherited=max(inherited.whole, inherited.lost),
         added=max(added, more),

@@ -101,21 +101,9 @@ def _linked(rows: Iterable[Row]) -> list[LinkedRow]:
         elif row.tensor == "output_grad":  # computed by the backward pass of the previous module
             owner, what, feeds = made_by if step == row.step else OUTSIDE, f"output_grad of {row.module}", True
             made_by, step = row.module, row.step
-        found.append(
-            LinkedRow(
-                owner,
-                what,
-                row.call,
-                row.tensor in _GRADIENTS,
-                getattr(torch, row.dtype),
-                torch.Size((row.numel,)),
-                torch.tensor(row.probe, dtype=torch.float64, device="cpu"),
-                row.amax,
-                _NO_SKETCH,
-                inputs,
-                leaf=not feeds,
-                saved=row,
-            )
-        )
+        place = owner, what, row.call, row.tensor in _GRADIENTS
+        dtype, shape = getattr(torch, row.dtype), torch.Size((row.numel,))
+        values = torch.tensor(row.probe, dtype=torch.float64, device="cpu"), row.amax, _NO_SKETCH
+        found.append(LinkedRow(*place, dtype, shape, *values, inputs, leaf=not feeds, saved=row))
         inputs = (i,) if feeds else inputs
     return found

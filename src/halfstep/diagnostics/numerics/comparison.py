@@ -194,7 +194,7 @@ def write_comparison(comparison: Mapping[str, Any], path: str | Path, *, command
     runs = join([element("code", candidate), " against ", element("code", reference)])
     top = header("halfstep numerics", "Where two runs part", runs, made_by(command), " ".join(facts))
     said = [f"{_said_of_reference(reference, not_finite)}."] if not_finite else []
-    said += [] if first is None else [f"First divergence: {_said(first)}"]
+    said += [] if first is None else [f"First divergence: {first}."]
     parts = [top, note(" ".join(said) or "No module adds more error than roundoff explains.")]
     if entries:
         parts.append(section("What each module adds", _modules(modules)))
@@ -213,11 +213,11 @@ def _modules(modules: Sequence[ModuleError]) -> Markup:
     finite = [module.excess for module in shown if math.isfinite(module.excess)]
     longest = max(_length(max([*finite, LIMIT])), _length(LIMIT) * 1.6)
     rows = [
-        Bar(_name(module), _share(module.added), _length(module.excess) / longest, module.excess > LIMIT)
+        Bar(module.module, _share(module.added), _length(module.excess) / longest, module.excess > LIMIT)
         for module in shown
     ]
     diverge = counted(sum(module.excess > LIMIT for module in modules), "diverges", "diverge")
-    description = f"{counted(len(modules), 'module')}, of which {diverge}. The first is {_name(modules[0])}."
+    description = f"{counted(len(modules), 'module')}, of which {diverge}. The first is {modules[0].module}."
     text = (
         "The error that each module adds to what it inherits, in units of what roundoff explains, on a logarithmic "
         f"scale. The line is at {LIMIT:g}: what is beyond it is a divergence. The number is the error added, relative "
@@ -230,7 +230,7 @@ def _modules(modules: Sequence[ModuleError]) -> Markup:
     for module in modules[:_MOST_ROWS]:
         worst = module.worst
         shares = map(_share, (module.added, module.inherited, module.error))
-        body.append([_name(module), f"{module.excess:.2g}", *shares, _at(worst), worst.dtype, worst.why])
+        body.append([module.module, f"{module.excess:.2g}", *shares, _at(worst), worst.dtype, worst.why])
     picture = bars("What each module adds", description, rows, mark=_length(LIMIT) / longest, value_name="added")
     return figure(picture, numbers("Numbers", names, body, "The module that adds most is first."), caption=text)
 
@@ -260,7 +260,7 @@ def _errors(entries: Sequence[Entry]) -> Markup:
     names = ["module", "op", "pass", "dtype", "error", "inherited", "added", "times roundoff", "why"]
     body = [
         [
-            _name(entry),
+            entry.module,
             f"{entry.op} #{entry.occurrence}" if entry.occurrence else entry.op,
             "backward" if entry.backward else "forward",
             entry.dtype,
@@ -278,18 +278,8 @@ def _errors(entries: Sequence[Entry]) -> Markup:
     return figure(picture, numbers("All tensors", names, body, caption), caption=text)
 
 
-def _said(entry: Entry) -> str:
-    cause = f", {entry.why}" if entry.why else ""
-    errors = f"error {_share(entry.error)}, of which inherited {_share(entry.inherited)}"
-    return f"{_name(entry)}, {_at(entry)} in {entry.dtype}{cause}: {errors}."
-
-
 def _at(entry: Entry) -> str:
     return f"{entry.op} (backward)" if entry.backward else entry.op
-
-
-def _name(item: Entry | ModuleError) -> str:
-    return item.module or "(model)"
 
 
 def _power_of(error: float) -> float:

@@ -19,7 +19,9 @@ from .text import aligned
 
 __all__ = ["CastRow", "OpRow", "OpTable", "op_table"]
 
-_FORMATS = ("float64", "float32", "bfloat16", "float16")
+_EMULATED = " (emulated)"
+_HALVES = ("bfloat16", "float16")
+_FORMATS = ("float64", "float32", *_HALVES, *(name + _EMULATED for name in _HALVES))
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class OpRow:
             "(optimizer)" for the optimizer's step.
         op: the name of the ATen op, such as "addmm".
         backward: True if the backward pass called the op.
-        calls: the number of calls, by the dtype of the (first) result.
+        calls: the number of calls, by the dtype of the (first) result. An emulated product, which computes in fp32,
+            is counted under the dtype for which it stands, such as "float16 (emulated)".
     """
 
     module: str
@@ -155,7 +158,8 @@ def _op_rows(counted: Mapping[CountedOp, int]) -> list[OpRow]:
         if each.cast is None:
             place = each.module, each.backward, each.op
             row = found.setdefault(place, OpRow(each.module, each.op, each.backward))
-            column = "none" if each.dtype is None else dtype_name(each.dtype)
+            dtype = each.emulates or each.dtype
+            column = ("none" if dtype is None else dtype_name(dtype)) + _EMULATED * (each.emulates is not None)
             row.calls[column] = row.calls.get(column, 0) + calls
     return list(found.values())
 

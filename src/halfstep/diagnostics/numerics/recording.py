@@ -90,6 +90,7 @@ class Recorder:
                 inputs,
                 passes_on=name in _PASS_ON or (call.backward and name in _SUMS),
                 wide=wide,
+                emulates=call.emulates,
                 scaled=any(self.rows[i].scaled for i in inputs),
             )
             if name == "add" and row.passes_on:
@@ -99,6 +100,12 @@ class Recorder:
                 row.cast = call.cast
                 if row.cast is not None and call.source.shape == tensor.shape:
                     row.source = self._sample(call.source)
+                product = self.rows[inputs[0]] if inputs and row.cast is not None else row
+                if product.emulates is row.dtype:  # the cast that rounds an emulated product is part of the product
+                    product.dtype, product.sample = row.dtype, row.sample
+                    product.amax, product.sketch = row.amax, row.sketch
+                    self._made[_place(tensor)] = inputs[0]
+                    continue
             self._write(row, tensor)
 
     def end(self, model: nn.Module) -> None:

@@ -27,6 +27,7 @@ class CountedOp(NamedTuple):
             a floating argument.
         dtype: the dtype of the first result; None if there is none.
         cast: the cast that the op makes; None for any other op.
+        emulates: the 16-bit dtype for which an emulated product stands; None for any other op.
     """
 
     module: str
@@ -36,6 +37,7 @@ class CountedOp(NamedTuple):
     source: torch.dtype | None
     dtype: torch.dtype | None
     cast: Cast | None
+    emulates: torch.dtype | None
 
 
 def counting(names: Mapping[nn.Module, str] | None, *, casts: bool = False) -> tuple[CallWatch, Counter[CountedOp]]:
@@ -61,7 +63,7 @@ def _counted(call: OpCall) -> CountedOp:
     result = call.output
     dtype = None if result is None else result.dtype
     source = call.source.dtype if call.copies else _computes_in(call) or dtype
-    return CountedOp(call.module, call.name, call.canonical, call.backward, source, dtype, call.cast)
+    return CountedOp(call.module, call.name, call.canonical, call.backward, source, dtype, call.cast, call.emulates)
 
 
 def _computes_in(call: OpCall) -> torch.dtype | None:

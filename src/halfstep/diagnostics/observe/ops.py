@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ...casting.rules import emulated
 from ...casting.scope import active_casting
 from ...core.oplists.names import spellings
+from ...core.oplists.tables import row_of
 from ...torch_internals.torch_compat import (
     OpOverload,
     TorchDispatchMode,
@@ -55,7 +57,14 @@ CASTING, USER, TORCH = "casting", "user", "torch"
 _CONVERSIONS = frozenset(("to", "type", "type_as", "half", "bfloat16", "float", "double", "copy_", "_to_copy"))
 """Functions by which user code casts."""
 
-_PASS_ON = ("torch.", "halfstep.numerics.", "halfstep.diagnostics.observe.", "halfstep.casting.dispatch")
+_PASS_ON = ("torch.", "halfstep.diagnostics.observe.", "halfstep.casting.dispatch")
+
+_OBSERVERS = ("halfstep.diagnostics.numerics.s", "halfstep.diagnostics.findings.")
+"""Modules whose ops look at a step: ``survey``, ``sampled_step``, and what looks at updates."""
+
+_CHECKS = tuple(f"halfstep.casting.{name}" for name in ("inputs", "finite", "buffers", "operands"))
+_READS = frozenset(("abs", "aminmax", "equal", "max", "round", "_local_scalar_dense"))
+"""The ops with which modules of ``casting`` look at values that they do not change."""
 
 _COPIES = frozenset(("_to_copy", "copy_"))
 
@@ -101,6 +110,7 @@ class OpCall(NamedTuple):
         backward: True if a backward pass called the op.
         function: the torch function that called the op; None if there is none, or if functions are not watched.
         cast: the cast that the op makes; None for any other op. Its origin is known if functions are watched.
+        emulates: the 16-bit dtype for which an emulated product stands, which computes in fp32; None for any other op.
     """
 
     op: OpOverload
@@ -111,6 +121,7 @@ class OpCall(NamedTuple):
     backward: bool
     function: Callable[..., Any] | None = None
     cast: Cast | None = None
+    emulates: torch.dtype | None = None
 
     @property
     def name(self) -> str:
@@ -256,6 +267,7 @@ class OpMode(TorchDispatchMode):
         self._functions = functions
         self._dtype = compute_in
         self._casts: dict[int, tuple[str, str]] = {}
+        self._emulated: dict[int, torch.dtype] = {}
         self._beneath: list[Any] = []
 
     def __enter__(self) -> OpMode:
@@ -289,7 +301,9 @@ class OpMode(TorchDispatchMode):
         try:
             function = None if self._functions is None else self._functions.running
             call = OpCall(func, args, kwargs, result, *self._where(), function)
-            self._notice(call._replace(cast=self._cast_of(call)) if call.copies else call)
+            if not _is_bookkeeping(call):
+                cast = self._cast_of(call) if call.copies else None
+                self._notice(call._replace(cast=cast, emulates=self._emulated_dtype(call)))
         except BaseException:
             self._notice = None  # the mode can leave the stack only while no op runs
             raise
@@ -304,9 +318,22 @@ class OpMode(TorchDispatchMode):
         size = source.numel() * source.element_size() + target.numel() * target.element_size()
         return Cast(source.dtype, target.dtype, *self._maker(call), size)
 
+    def _emulated_dtype(self, call: OpCall) -> torch.dtype | None:
+        """Find the dtype for which an emulated product stands, in a backward pass from the product's forward."""
+        if not row_of(call.canonical).kind:
+            return None
+        if call.backward and (node := current_node()) is not None:
+            return self._emulated.get(node_sequence_number(node))
+        rules = (frame.f_locals for frame in _frames() if frame.f_code is emulated.__code__)
+        half: torch.dtype | None = next((rule["half"] for rule in rules if rule["listed"] != "wide"), None)
+        if half is not None:
+            self._emulated[next_sequence_number() - 1] = half
+        return half
+
     def _maker(self, call: OpCall) -> tuple[str, str]:
         """Find the origin of a cast, and the function that needed it."""
-        node, caller = current_node(), _caller()
+        node, name = current_node(), _caller()
+        caller = TORCH if name.startswith("torch.") else CASTING if name.startswith("halfstep.") else USER
         if call.backward:
             number = -1 if node is None else node_sequence_number(node)
             return self._casts.get(number, (CASTING if caller == CASTING else TORCH, ""))
@@ -321,17 +348,24 @@ class OpMode(TorchDispatchMode):
         return self._casts.setdefault(next_sequence_number() - 1, made)
 
 
-def _caller() -> str:
-    """Find the code that called torch: halfstep's (except modes that pass calls on), FSDP2's, or user code."""
+def _frames() -> Iterator[FrameType]:
+    """Yield the running frames, the innermost first, up to the first of user code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        yield frame
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("torch.distributed."):
-            return TORCH
-        if not name.startswith(_PASS_ON):
-            return CASTING if name.startswith("halfstep.") else USER
-        frame = frame.f_back
-    return USER
+        frame = frame.f_back if name.startswith(("torch.", "halfstep.")) else None
+
+
+def _caller() -> str:
+    """Return the name of the module that called torch, or of FSDP2's; modes that pass calls on are left out."""
+    names = (frame.f_globals.get("__name__", "") for frame in _frames())
+    return next((n for n in names if n.startswith("torch.distributed.") or not n.startswith(_PASS_ON)), "")
+
+
+def _is_bookkeeping(call: OpCall) -> bool:
+    """True for an op with which halfstep looks at a step: it is no op of the step."""
+    return _caller().startswith(_CHECKS + _OBSERVERS if call.name in _READS else _OBSERVERS)
 
 
 def written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

@@ -184,41 +184,18 @@ def strips(
     def percent(at: float) -> float:
         return 100.0 * (min(max(at, low), high) - low) / width
 
-    axis = element(
-        "svg",
-        *(
-            element("text", label(at), x=f"{percent(at):.4g}%", y=12, class_=_side(percent(at)))
-            for at in _doublings(low, high)
-        ),
-        class_="axis",
-        height=16,
-        width="100%",
-    )
+    ticks = [(at, percent(at)) for at in _doublings(low, high)]
+    texts = (element("text", label(at), x=f"{x:.4g}%", y=12, class_=_side(x)) for at, x in ticks)
+    axis = element("svg", *texts, class_="axis", height=16, width="100%")
     body = [_row("", axis, value_name, head=True)]
     for row in rows:
+        shapes = [_box(percent(b.start), percent(b.end), f"band {b.kind}") for b in row.bands]
         top = max(row.cells.values(), default=0.0)
-        shapes: list[str] = [
-            element(
-                "rect",
-                x=f"{percent(b.start):.4g}%",
-                y=0,
-                height="100%",
-                class_=f"band {b.kind}",
-                width=f"{max(percent(b.end) - percent(b.start), 0.0):.4g}%",
-            )
-            for b in row.bands
-        ]
-        shapes += [
-            element("rect", x=f"{percent(at):.4g}%", width=f"{100.0 / width:.4g}%", y=0, height="100%",
-                    class_=f"cell {row.kinds(at)}", fill_opacity=f"{0.08 + 0.92 * math.sqrt(share / top):.3g}")
-            for at, share in sorted(row.cells.items())
-            if share > 0.0 and low <= at < high
-        ]  # fmt: skip
-        shapes += [
-            element("line", x1=f"{percent(at):.4g}%", x2=f"{percent(at):.4g}%", y1=0, y2="100%", class_="edge")
-            for at in row.marks
-            if low <= at <= high
-        ]
+        for at, share in sorted(row.cells.items()):
+            if share > 0.0 and low <= at < high:
+                opacity = f"{0.08 + 0.92 * math.sqrt(share / top):.3g}"
+                shapes.append(_box(percent(at), percent(at + 1), f"cell {row.kinds(at)}", fill_opacity=opacity))
+        shapes += [_edge(percent(at)) for at in row.marks if low <= at <= high]
         drawn = element("svg", *shapes, width="100%", height=16)
         body.append(_row(row.name, drawn, row.value, alarming=row.alarming))
     return _image("div", title, description, join(body), class_="strips")
@@ -254,13 +231,24 @@ def bars(title: str, description: str, rows: Sequence[Bar], *, mark: float, valu
         value_name: the heading above the numbers at the end of the rows.
     """
     body = [_row("", element("svg", class_="axis", width="100%", height=1), value_name, head=True)]
-    edge = element("line", x1=f"{100.0 * mark:.4g}%", x2=f"{100.0 * mark:.4g}%", y1=0, y2="100%", class_="edge")
+    edge = _edge(100.0 * mark)
     for row in rows:
         kind = "cell high" if row.alarming else "cell normal" if row.hue is None else f"cell hue{row.hue % 8}"
         bar = element("rect", x=0, y=2, height=12, width=f"{100.0 * min(row.length, 1.0):.4g}%", class_=kind)
         drawn = element("svg", bar, edge, width="100%", height=16)
         body.append(_row(row.name, drawn, row.value, alarming=row.alarming))
     return _image("div", title, description, join(body), class_="strips")
+
+
+def _box(start: float, end: float, kind: str, **more: object) -> Markup:
+    """A box as high as its row, between two percentages of the width."""
+    width = f"{max(end - start, 0.0):.4g}%"
+    return element("rect", x=f"{start:.4g}%", y=0, height="100%", class_=kind, width=width, **more)
+
+
+def _edge(at: float) -> Markup:
+    """A line across a row, at a percentage of the width."""
+    return element("line", x1=f"{at:.4g}%", x2=f"{at:.4g}%", y1=0, y2="100%", class_="edge")
 
 
 def _row(name: str, drawn: Markup, value: str, *, alarming: bool = False, head: bool = False) -> Markup:
