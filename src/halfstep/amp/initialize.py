@@ -214,7 +214,7 @@ def initialize(
         begin_session(casting, [*model_list, *optimizer_list])
     latest.session = session
     if verbosity > 0:
-        logger.info("%s", recipe.banner(emulated=policy.compute_dtype in HALF_DTYPES and bool(casting.emulated)))
+        logger.info(recipe.banner(emulated=any(e[1:] == (policy.compute_dtype, "product") for e in casting.emulated)))
         from ..diagnostics.findings.checking import log_findings  # imported when asked for
 
         log_findings(model_list, optimizer_list, policy)
