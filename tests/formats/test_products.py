@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.metadata
 import itertools
 import runpy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentValueError, UsageError
+from halfstep.formats import torchao_products
 from halfstep.formats.format import Format
+from halfstep.formats.layers import recipe_of
 from halfstep.formats.quantize import quantize, round_to
 from halfstep.formats.recipe import RECIPES, Recipe
 
@@ -127,6 +131,81 @@ def test_a_product_agrees_with_torchs_own_fp8_kernel(block: str, dtype: torch.dt
     step = torch.finfo(dtype).eps * theirs.float().abs() + 1e-5  # the order of the sum, or one rounding
     assert bool(((mine - theirs).float().abs() <= step).all())
     assert decibels(mine, theirs) > (100 if dtype is torch.float32 else 60)
+
+
+# ---- torchao
+
+
+@pytest.fixture
+def torchao() -> None:
+    """torchao logs, and warns, when it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip(
+            "torchao.prototype.mx_formats.mx_tensor", reason="needs torchao, of the extra `integrations`"
+        )
+    if not importlib.metadata.version("torchao").startswith("0.18."):
+        pytest.skip("needs torchao 0.18")
+
+
+@pytest.mark.usefixtures("torchao")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["mxfp8_hp_wgrad", "fp8_rowwise_hp_wgrad", "fp8_tensorwise", "fp8_rowwise", "mxfp8"])
+def test_the_kernels_agree_with_the_emulation(name: str, dtype: torch.dtype) -> None:
+    layers = [layer_with(f"{name}{backend}").to(dtype) for backend in ("", "; backend=torchao")]
+    x, grad = torch.randn(2, 45, INPUTS).to(dtype), torch.randn(2, 45, OUTPUTS).to(dtype)  # tokens are padded
+    found = [run(layer, x, grad) for layer in layers]
+    for exact, mine in zip(*found, strict=True):
+        assert mine.dtype is dtype
+        assert decibels(mine, exact) > (100 if dtype is torch.float32 else 60)
+        assert bool(((mine - exact).abs() <= 1e-4 + torch.finfo(dtype).eps * exact.abs()).all())
+
+
+@BY_DYNAMO
+@pytest.mark.usefixtures("torchao")
+def test_the_kernels_run_compiled_and_in_a_block_and_change_while_a_model_trains() -> None:
+    layer, a, b = layer_with("mxfp8; backend=torchao"), torch.randn(2, 32, INPUTS), torch.randn(2, INPUTS, 32)
+    assert torch.equal(torch.compile(layer, backend="aot_eager")(a), layer(a))
+    for name in ("fp8_tensorwise", "fp8_rowwise", "mxfp8"):
+        found = []
+        for backend in ("", "; backend=torchao"):
+            with amp.auto_cast(level="O0", products=f"{name}{backend}"):
+                found.append(torch.stack([a @ b, (a[None] @ b[None])[0]]))
+        assert decibels(*found) > 100
+    amp.set_products(layer, None, passes="forward")
+    assert recipe_of(layer).backend == "torchao"  # type: ignore[union-attr]
+    delayed = layer_with("fp8_tensorwise; amax=delayed")
+    amp.set_products(delayed, None, passes="backward")
+    assert recipe_of(delayed).amax == "delayed"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8; hadamard=16", "fp8_tensorwise; amax=delayed", "fp4_backward"])
+def test_a_recipe_without_kernels_is_refused(recipe: str) -> None:
+    with pytest.raises(ArgumentValueError, match="For other recipes leave out backend="):
+        Recipe.parse(f"{recipe}; backend=torchao")
+    with pytest.raises(ArgumentValueError, match='backend=\'cuda\' must be "emulate" or "torchao"'):
+        Recipe.parse("mxfp8; backend=cuda")
+
+
+@pytest.mark.parametrize("version", ["0.17.0", ""])
+def test_a_torchao_that_was_not_tested_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(name: str) -> str:
+        if not version:
+            raise importlib.metadata.PackageNotFoundError
+        return version
+
+    torchao_products._mx_functions.cache_clear()
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    with pytest.raises(UsageError, match=rf"has {version or 'none'}\. pip install .*torchao"):
+        amp.set_products(nn.Linear(64, 64), "mxfp8; backend=torchao")
+
+
+def test_a_device_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    torchao_products.check_device(torch.device("cuda"), "fp8")
+    for device, kind in (("cuda", "mxfp8"), ("mps", "fp8")):
+        with pytest.raises(UsageError, match=f"no {kind} product on {device}: it needs a CPU, or a CUDA device"):
+            torchao_products.check_device(torch.device(device), kind)
 
 
 def test_op_casts_do_not_round_the_operands_again() -> None:

@@ -22,6 +22,7 @@ from .format import Format
 from .measuring import is_measuring, losses_of
 from .quantize import round_to
 from .recipe import Products, divisor
+from .torchao_products import MULTIPLE, scaled_product
 
 __all__ = ["History", "linear", "matmul"]
 
@@ -155,7 +156,7 @@ def _product(
     b: Tensor,
     dim_a: int,
     dim_b: int,
-    formats: tuple[Format | None, Format | None],
+    formats: str,
     dtype: torch.dtype,
     hadamard: int = 0,
     bias: Tensor | None = None,
@@ -169,21 +170,24 @@ def _product(
         b: the second operand; it is transposed if ``dim_b`` is -1.
         dim_a: the dimension of ``a`` that the product sums over.
         dim_b: likewise of ``b``.
-        formats: the formats of the operands.
+        formats: the formats of the operands, and what computes it; see ``Recipe.products``.
         dtype: the dtype of the result.
         hadamard: the size of the transform along the sum; 0 for none.
         bias: added in fp32.
         amax: the largest values that the scales of whole operands allow for; None reads them from the operands.
         losses: receives what each rounded operand has lost, by its index, if the product is measured.
     """
-    if formats == (None, None) and not a.is_cpu:
+    pair, backend = _pair(formats)
+    if pair == (None, None) and not a.is_cpu:
         a, b = a.to(dtype), b.to(dtype)
     else:
-        fit = math.lcm(hadamard or 1, *map(divisor, formats))
+        fit = math.lcm(hadamard or 1, MULTIPLE if backend else 1, *map(divisor, pair))
         if short := -a.shape[dim_a] % fit:  # with zeros, which change neither scales nor sums
             a, b = (_padded(each, dim, short) for each, dim in ((a, dim_a), (b, dim_b)))
-        a = _operand(a, formats[0], dim_a, 0, dtype, amax[0], hadamard, losses)
-        b = _operand(b, formats[1], dim_b, 1, dtype, amax[1], hadamard, losses)
+        if backend and pair != (None, None):
+            return scaled_product(a if dim_a == -1 else a.mT, b if dim_b == -1 else b.mT, pair, dtype, bias)
+        a = _operand(a, pair[0], dim_a, 0, dtype, amax[0], hadamard, losses)
+        b = _operand(b, pair[1], dim_b, 1, dtype, amax[1], hadamard, losses)
     a, b = a if dim_a == -1 else a.mT, b if dim_b == -2 else b.mT
     if bias is None:
         return torch.matmul(a, b).to(dtype)
@@ -204,13 +208,11 @@ _ops.define(
 
 
 @functools.lru_cache(maxsize=256)
-def _pair(text: str) -> tuple[Format | None, Format | None]:
-    a, b = (None if each == "None" else Format.parse(each) for each in text.split(" @ "))
-    return a, b
-
-
-def _compiled(a: Tensor, b: Tensor, dim_a: int, dim_b: int, formats: str, *rest: Any) -> Tensor:
-    return _product(a, b, dim_a, dim_b, _pair(formats), *rest)
+def _pair(text: str) -> tuple[tuple[Format | None, Format | None], str]:
+    """The formats of a product, and the back end that computes it; empty for the emulation."""
+    backend, _, formats = text.rpartition(": ")
+    a, b = (None if each == "None" else Format.parse(each) for each in formats.split(" @ "))
+    return (a, b), backend
 
 
 def _without_numbers(a: Tensor, b: Tensor, dim_a: int, dim_b: int, formats: str, dtype: Any, *rest: Any) -> Tensor:
@@ -227,7 +229,7 @@ def _of_each(info: Any, dims: Any, a: Tensor, b: Tensor, *rest: Any) -> tuple[Te
     return torch.stack([op(x, y, *facts, z) for x, y, z in each]), 0
 
 
-_ops.impl("format_product", _compiled, "CompositeExplicitAutograd")
+_ops.impl("format_product", _product, "CompositeExplicitAutograd")
 torch.library.register_fake("halfstep::format_product", _without_numbers, lib=_ops)
 torch.library.register_vmap("halfstep::format_product", _of_each, lib=_ops)
 
@@ -252,20 +254,20 @@ def _run(
     if _is_traced(a):
         op: Any = torch.ops.halfstep.format_product
         return op(a, b, dim_a, dim_b, formats, dtype, hadamard, bias)  # type: ignore[no-any-return]
-    pair, device = _pair(formats), a.device.type
+    device = a.device.type
     casts = torch.is_autocast_enabled(device)
     if casts:
         torch.set_autocast_enabled(device, False)
     try:
         with torch_compat.DisableTorchFunction():  # or the op casts of O1 would round the operands again
-            largest = (None, None) if history is None or hadamard else history.scales((a, b), pair, places)
+            largest = (None, None) if history is None or hadamard else history.scales((a, b), _pair(formats)[0], places)
             losses: dict[int, Tensor] | None = {} if history is not None and is_measuring() else None
-            product = _product(a, b, dim_a, dim_b, pair, dtype, hadamard, bias, largest, losses)
+            product = _product(a, b, dim_a, dim_b, formats, dtype, hadamard, bias, largest, losses)
             if history is not None and losses is not None:
                 history.losses |= {places[at]: lost for at, lost in losses.items()}
                 gradient = _GRADIENTS.get(places)
                 if gradient and losses:
-                    exact = _product(a, b, dim_a, dim_b, (None, None), torch.float32)
+                    exact = _product(a, b, dim_a, dim_b, "None @ None", torch.float32)
                     history.noise[gradient] = torch.stack([exact.norm(), (exact - product).norm()])
                 history.tokens = a.shape[dim_a] if gradient == "weight" else history.tokens
             return product

@@ -20,11 +20,9 @@ from torch import nn
 from ..core.checks import check_kind, check_switch
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from .format import Format
+from .torchao_products import MULTIPLE, Pair, check_products
 
 __all__ = ["PASSES", "RECIPES", "LayerChoice", "Passes", "Products", "Recipe", "RecipeChoice", "divisor", "text_of"]
-
-Pair = tuple[Format | None, Format | None]
-"""The formats of the two operands of a product; None leaves an operand in the dtype of the product."""
 
 Products = tuple[str, str, str, int]
 """The formats of the products of one layer, and the size of their transform: see ``Recipe.products``."""
@@ -65,6 +63,10 @@ class Recipe:
         amax: ``"current"`` computes the scale of a whole tensor from this tensor; ``"delayed"`` from the largest value
             of the latest 16 tensors in its place, as chips do that read a tensor only once. Compiled code always takes
             the current one.
+        backend: ``"emulate"`` rounds the operands and multiplies them in fp32, on any device. ``"torchao"`` runs MXFP8
+            and fp8 on the kernels of a device: torchao's ``to_mx`` and ``torch.nn.functional.scaled_mm``. It needs
+            torchao 0.18, and a CUDA device of capability 10.0 for MXFP8 or 8.9 for fp8. A CPU has these functions too;
+            there MXFP8 operands are multiplied in fp32.
         attention: True if ``amp.auto_cast(products=)`` also rounds the operands of both products of
             ``scaled_dot_product_attention``: queries and keys, and the softmax and the values.
         last_blocks: the part of the blocks of a model, counted from its end, that ``layers="auto"`` leaves out.
@@ -78,6 +80,7 @@ class Recipe:
     weight_gradient: Pair = (None, None)
     hadamard: int = 0
     amax: Literal["current", "delayed"] = "current"
+    backend: Literal["emulate", "torchao"] = "emulate"
     attention: bool = False
     last_blocks: float = 0.0
     layers: Literal["auto", "all"] | LayerChoice = "auto"
@@ -98,6 +101,10 @@ class Recipe:
             )
         if self.amax not in ("current", "delayed"):
             raise ArgumentValueError(f'amax={self.amax!r} must be "current" or "delayed".')
+        if self.backend not in ("emulate", "torchao"):
+            raise ArgumentValueError(f'backend={self.backend!r} must be "emulate" or "torchao".')
+        if self.backend == "torchao":
+            check_products([getattr(self, name) for name in _PRODUCTS], self.hadamard, self.amax)
         check_switch("attention", self.attention)
         if not isinstance(self.last_blocks, (int, float)) or not 0 <= self.last_blocks < 1:
             raise ArgumentValueError(
@@ -123,11 +130,15 @@ class Recipe:
     def only(self, passes: object, otherwise: Recipe) -> Recipe:
         """Copy the recipe with the other passes than these from another recipe.
 
+        Without formats the recipe has no other fields of its own either: they stay as in the other one.
+
         Raises:
             ArgumentValueError: if ``passes`` is none of ``PASSES``.
         """
         if not isinstance(passes, str) or passes not in PASSES:
             raise ArgumentValueError(f"passes={passes!r} must be one of {', '.join(map(repr, PASSES))}.")
+        if not self.formats:
+            return otherwise.replace(**{name: getattr(self, name) for name in PASSES[passes]})
         kept = [name for name in PASSES["all"] if name not in PASSES[passes]]
         return self.replace(**{name: getattr(otherwise, name) for name in kept})
 
@@ -139,17 +150,27 @@ class Recipe:
     @property
     def by_inputs(self) -> int:
         """The number that divides the inputs of a layer if blocks fill them."""
-        return math.lcm(*(divisor(f) for f in self.forward), divisor(self.input_gradient[1], along=False))
+        across = divisor(self.input_gradient[1], along=False)
+        return math.lcm(*(divisor(f) for f in self.forward), across, self._multiple)
 
     @property
     def by_outputs(self) -> int:
         """The number that divides the outputs of a layer if blocks fill them."""
-        return math.lcm(*(divisor(f) for f in self.input_gradient), divisor(self.forward[1], along=False))
+        across = divisor(self.forward[1], along=False)
+        return math.lcm(*(divisor(f) for f in self.input_gradient), across, self._multiple)
+
+    @property
+    def _multiple(self) -> int:
+        return MULTIPLE if self.backend == "torchao" else 1
 
     @property
     def products(self) -> Products:
-        """The formats of each product as a text, and the size of the Hadamard transform: constants for a compiler."""
-        forward, input_gradient, weight_gradient = (_shown(getattr(self, name)) for name in _PRODUCTS)
+        """The formats of each product as a text, and the size of the Hadamard transform: constants for a compiler.
+
+        The text of a product on kernels has the back end before the formats: ``"torchao: mxfp8 @ mxfp8"``.
+        """
+        backend = "" if self.backend == "emulate" else f"{self.backend}: "
+        forward, input_gradient, weight_gradient = (backend + _shown(getattr(self, name)) for name in _PRODUCTS)
         return forward, input_gradient, weight_gradient, self.hadamard
 
     def __str__(self) -> str:
