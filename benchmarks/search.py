@@ -97,8 +97,7 @@ def rank() -> int:
         scores = module_scores(model, units, step, batches, setting)
         score_seconds = time.perf_counter() - begin
         begin = time.perf_counter()
-        low = setting.lowered(copied(model))
-        with torch.no_grad():
+        with setting.lowered(copied(model)) as low, torch.no_grad():
             reference = torch.cat([each(batch) for batch in batches])
             truth = {}
             for one in units:

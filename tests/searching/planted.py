@@ -20,14 +20,14 @@ __all__ = ["FAULTS", "KINDS", "Chain", "Planted", "planted", "step"]
 
 
 class Fault(nn.Module):
-    """A function as a module."""
+    """A function as a module, which computes in the dtype of its weight also behind a module in fp32."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.weight = name, nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return FAULTS[self.name](x)
+        return FAULTS[self.name](x.to(self.weight.dtype) * self.weight)
 
 
 def _variance(x: torch.Tensor) -> torch.Tensor:

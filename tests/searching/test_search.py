@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import random
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ def test_in_healthy_models_nothing_must_stay(kind: str, level: str) -> None:
     result = search(planted(kind, 0, 0), dtype="bfloat16", level=level)
     assert (result.status, result.keep, len(result.runs)) == ("found", (), 2)
     assert "nothing must stay in fp32" in str(result)
-    assert result.options == {"policy": result.policy}
+    assert result.options == {"opt_level": level, "dtype": "bfloat16"}
 
 
 def test_where_no_unit_is_guilty_alone_a_set_is_found() -> None:
@@ -73,20 +75,51 @@ def test_where_no_unit_is_guilty_alone_a_set_is_found() -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_answer_goes_into_initialize(level: str, tmp_path: Path) -> None:
+def test_the_answer_goes_into_initialize(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = planted("cnn", 2, 1) if level == "O2" else Planted(*_exploding(), faults={"1"})
     result = search(case, level=level)
     assert set(result.keep) == case.faults
     result.save(tmp_path / "search.json")
     loaded = SearchResult.load(tmp_path / "search.json")
     assert (loaded.keep, loaded.scores, loaded.runs) == (result.keep, result.scores, result.runs)
-    expected = step(case.model, case.batches[0]).item()
-    model = amp.initialize(copy.deepcopy(case.model), verbosity=0, **loaded.options)
-    found = step(model, case.batches[0]).item()
-    amp.deactivate()
-    assert found == pytest.approx(expected, rel=1e-3)
+    monkeypatch.setitem(sys.modules, "halfstep.searching", None)  # a saved answer needs no search
+    check_ways(case, loaded, tmp_path / "search.json")
     wide = {name for name, module in case.model.named_modules() if loaded.module_filter(module, name)}
     assert wide >= case.faults == {name for name in wide if name.rpartition(".")[0] not in wide}
+
+
+def check_ways(case: Planted, result: SearchResult, file: Path) -> None:
+    """Bring a model to an answer in every way: each has the loss of fp32, and without the answer none has."""
+    scope = result.options if result.unit == "op" else {"level": "O1", "dtype": result.dtype}
+
+    def loss(make: Any, scope: Any = nullcontext) -> float:
+        model = make(copy.deepcopy(case.model))
+        with scope():
+            found = step(model, case.batches[0]).item()
+        amp.deactivate()
+        return found
+
+    expected, plain = loss(lambda model: model), {"opt_level": result.level, "dtype": result.dtype, "verbosity": 0}
+    ways = {
+        "options": loss(lambda model: amp.initialize(model, verbosity=0, **result.options)),
+        "a file": loss(lambda model: amp.initialize(model, verbosity=0, precision=file)),
+        "a dict": loss(lambda model: amp.initialize(model, verbosity=0, precision=result.options)),
+        "a policy": loss(
+            lambda model: amp.initialize(model, verbosity=0, policy=result.policy, module_filter=result.module_filter)
+        ),
+        "op lists": loss(
+            lambda model: amp.initialize(
+                model, op_lists=result.op_lists, module_filter=result.module_filter, products=result.recipe, **plain
+            )
+        ),
+        "decorate": loss(
+            lambda model: amp.decorate(model, level=result.level, module_filter=result.module_filter),
+            lambda: amp.auto_cast(**scope) if result.level == "O1" else nullcontext(),
+        ),
+    }
+    for way, found in ways.items():
+        assert found == pytest.approx(expected, rel=1e-3), way
+    assert loss(lambda model: amp.initialize(model, **plain)) != pytest.approx(expected, rel=1e-3)
 
 
 class Exploding(nn.Module):
@@ -107,12 +140,14 @@ def _exploding() -> tuple[nn.Module, list[Batch]]:
     return model, [(torch.randn(16, 8), torch.randint(5, (16,))) for _ in range(16)]
 
 
-def test_ops_are_found() -> None:
+def test_ops_are_found(tmp_path: Path) -> None:
     model, batches = _exploding()
     result = halfstep.search(model, step, batches, unit="op", progress=False)
     assert result.status == "found"
     assert set(result.keep) <= {"mul", "add", "div", "linear"}
     assert result.op_lists.black == result.keep
+    result.save(tmp_path / "search.json")
+    check_ways(Planted(model, batches, set()), result, tmp_path / "search.json")
     case = planted("cnn", 2, 0)
     assert search(case, unit="op", level="O1").keep == ()
 

@@ -128,12 +128,9 @@ def chosen_dtypes(models: list[nn.Module], excluded: Any, module_filter: Any) ->
                 f"excluded_layers: {given} matches no module of the model{'s' * (len(models) > 1)}. Leave it out, or "
                 f"give a function of (module, name), which may match none. Names are {', '.join(map(repr, near))}."
             )
-    chosen: dict[nn.Module, torch.dtype] = {}
-    for module, name in named:
-        for answer in [_answer(item, module, name) for item in (*items, module_filter)]:
-            if answer not in (None, False):
-                chosen[module] = torch.float32 if answer is True else parse_dtype(answer)
-    return chosen
+    answers = [(each[0], _answer(item, *each)) for each in named for item in (*items, module_filter)]
+    found = ((module, answer) for module, answer in answers if answer not in (None, False))
+    return {module: torch.float32 if answer is True else parse_dtype(answer) for module, answer in found}
 
 
 def _answer(item: Any, module: nn.Module, name: str) -> Any:

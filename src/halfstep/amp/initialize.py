@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from os import PathLike
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from .arguments import (
     warn_of_slow_devices,
 )
 from .loss_scaler import LossScaler
-from .options import Properties, resolve
+from .options import Properties, resolve, with_precision
 from .session import Session, latest
 
 __all__ = ["initialize"]
@@ -73,6 +74,7 @@ def initialize(
     cast_ops: bool | None = None,
     state_dtype: StateForm | str = None,
     products: RecipeChoice = None,
+    precision: str | PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Any:
     """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
 
@@ -145,6 +147,8 @@ def initialize(
             optimizers that were not made with another; None leaves them at fp32.
         products: a ``halfstep.formats.Recipe``, or the name of one such as "mxfp8": linear layers multiply operands of
             eight bits and fewer, at any level. ``amp.set_products`` says which layers, and changes them later.
+        precision: more of these arguments, as a dict or as a file that ``save`` of a ``halfstep.search`` result wrote:
+            the level, the dtype, and what stays in fp32. Do not give any of them twice.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -160,6 +164,8 @@ def initialize(
         PrecisionWarning: once, where the device of a model has no units for the 16-bit dtype and ``emulate=False``.
     """
     given = dict(locals())  # all arguments; ``resolve`` takes those in its table
+    if precision is not None:
+        return initialize(**with_precision(given))
     if not check_flag("enabled", enabled):
         latest.session = Session(Properties(Policy(), "O1", enabled=False), 0)
         return returned(models, optimizers)

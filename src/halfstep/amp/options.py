@@ -4,8 +4,10 @@ them, or a policy.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +15,11 @@ import torch
 from ..core.checks import check_kind, check_switch
 from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half, parse_state_form
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.loss_scale import LossScaleSpec, check_loss_scale, loss_scale_text
+from ..core.loss_scale import check_loss_scale, loss_scale_text
 from ..core.oplists import OpLists
 from ..core.policy import LEVELS, Policy, check_policy, parse_level
 
-__all__ = ["ARGUMENTS", "Properties", "Resolved", "check_cast_ops", "resolve"]
+__all__ = ["ARGUMENTS", "Properties", "Resolved", "check_cast_ops", "resolve", "with_precision"]
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,28 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
     return Resolved(half, Properties(policy, level, given=overrides), Properties(defaults, level))
 
 
+def with_precision(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``amp.initialize`` with the arguments that ``precision`` holds.
+
+    Raises:
+        ArgumentValueError: for a file that is no saved result of a search, or a name that is no argument.
+        UsageError: for an argument that was also given beside it.
+    """
+    precision = given.pop("precision")
+    try:
+        more = dict(
+            precision if isinstance(precision, Mapping) else json.loads(Path(precision).read_bytes())["options"]
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentValueError(f"precision={precision!r} is no dict, and no file of a search: {error!r}.") from error
+    for name, value in more.items():
+        if name not in _OF_PRECISION:
+            raise ArgumentValueError(f"precision={precision!r} has {name!r}; it may have {', '.join(_OF_PRECISION)}.")
+        if ARGUMENTS.get(name, Argument()).is_given(given[name]):
+            raise UsageError(f"precision= has {name}={value!r} beside {name}={given[name]!r}. Drop one of them.")
+    return given | more
+
+
 def check_cast_ops(cast_ops: Any, level: str, dtype: torch.dtype | None) -> None:
     """Check ``cast_ops``, which needs a level with 16-bit weights."""
     check_switch("cast_ops", cast_ops, or_none=True)
@@ -212,10 +236,6 @@ def _refuse_at_o1(name: str, value: Any, level: str) -> None:
         )
 
 
-def _loss_scale(value: Any, level: str) -> LossScaleSpec | None:
-    return None if value is None else check_loss_scale(value)
-
-
 @dataclass(frozen=True)
 class Argument:
     """An argument of ``amp.initialize`` that is a part of a recipe.
@@ -243,12 +263,14 @@ ARGUMENTS = {
     "patch_torch_functions": Argument("op_lists", _patch_torch_functions),
     "keep_batchnorm_fp32": Argument("keep_batchnorm_fp32", _keep_batchnorm_fp32),
     "master_weights": Argument("master_weights", _master_weights),
-    "loss_scale": Argument("loss_scale", _loss_scale),
+    "loss_scale": Argument("loss_scale", lambda value, level: None if value is None else check_loss_scale(value)),
     "cast_model_outputs": Argument("output_dtype"),
     **{name: Argument(name) for name in ("op_lists", "cast_ops", "state_dtype")},
     **{f"custom_{name}_list": Argument("op_lists") for name in ("white", "black", "wide")},
 }
 """The arguments of ``amp.initialize`` that describe a recipe, by name."""
+
+_OF_PRECISION = (*ARGUMENTS, "policy", "excluded_layers", "module_filter", "products")
 
 
 def _check_lists(level: str, casts_ops: bool, dtype: Any, given: Mapping[str, Any]) -> OpLists | None:

@@ -27,7 +27,7 @@ class _Globals(dict[str, Any]):
     """The names of a module as they are at each look, but for the questions, which are answered with no."""
 
     def __init__(self, own: dict[str, Any]) -> None:
-        super().__init__(dict.fromkeys(_QUESTIONS, _no))
+        super().__init__(dict.fromkeys(_QUESTIONS, lambda *_: False))
         self._own = own
 
     def __missing__(self, name: str) -> Any:
@@ -93,7 +93,3 @@ def _copy(func: Any) -> types.FunctionType:
     copy = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
-
-
-def _no(*_: Any) -> bool:
-    return False

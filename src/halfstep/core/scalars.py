@@ -16,9 +16,7 @@ __all__ = ["has_float64", "in_scalar_dtype", "scalar_dtype"]
 @functools.cache
 def has_float64(device: torch.device) -> bool:
     """True if a device computes in float64."""
-    if device.type == "xpu":
-        return bool(torch.xpu.get_device_properties(device).has_fp64)
-    return device.type != "mps"
+    return torch.xpu.get_device_properties(device).has_fp64 if device.type == "xpu" else device.type != "mps"
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:

@@ -126,11 +126,8 @@ class Symbol:
         self.index = nodes.setdefault(node, len(nodes))
 
     def _apply(self, op: str, *operands: Symbol | float) -> Symbol:
-        indices = []
-        for x in operands:
-            symbol = x if isinstance(x, Symbol) else Symbol(self._nodes, Node("const", (float(x),)))
-            indices.append(symbol.index)
-        return Symbol(self._nodes, Node(op, tuple(indices)))
+        symbols = [x if isinstance(x, Symbol) else Symbol(self._nodes, Node("const", (float(x),))) for x in operands]
+        return Symbol(self._nodes, Node(op, tuple([symbol.index for symbol in symbols])))
 
     def __add__(self, other: Symbol | float) -> Symbol:
         return self._apply("add", self, other)

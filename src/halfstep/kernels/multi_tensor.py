@@ -370,6 +370,4 @@ def _complete_norm(norms: list[torch.Tensor], p: float, domain: Domain, device: 
     """Compute the norm of whole tensors from the norms of their local parts."""
     zero = torch.zeros((), dtype=scalar_dtype(device), device=device)
     here = torch.linalg.vector_norm(torch.stack([zero, *(n.to(zero.dtype) for n in norms)]), p)
-    if p == float("inf"):
-        return complete_max(here, domain)
-    return complete_sum(here**p, domain) ** (1.0 / p)
+    return complete_max(here, domain) if p == float("inf") else complete_sum(here**p, domain) ** (1.0 / p)

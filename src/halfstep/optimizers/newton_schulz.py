@@ -37,9 +37,7 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
     A weight of 3 dimensions is a stack, whose first dimension counts matrices. For more dimensions, as in convolutions,
     all dimensions except the first are columns of one matrix, as in Keller Jordan's reference.
     """
-    if len(shape) <= 3:
-        return shape[-2], shape[-1]
-    return shape[0], math.prod(shape[1:])
+    return (shape[-2], shape[-1]) if len(shape) <= 3 else (shape[0], math.prod(shape[1:]))
 
 
 def product_dtype(param: torch.Tensor, chosen: torch.dtype | None) -> torch.dtype:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.dtypes import parse_half
 from ..core.errors import ArgumentValueError
 from ..core.oplists import OpLists
 from ..core.policy import Policy
@@ -19,7 +20,7 @@ from ..core.text import counted
 from ..diagnostics.pages import Line, figure, header, lines, made_by, note, section, table, write_page, write_text
 from .guard import Outcome
 from .scores import Score
-from .trials import make_islands
+from .trials import Setting
 
 __all__ = ["SearchResult"]
 
@@ -81,24 +82,16 @@ class SearchResult:
         return dtype_of
 
     @property
+    def recipe(self) -> None:
+        """The formats of linear layers, for ``products=``; None, as a search finds no formats yet."""
+
+    @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments that bring a model to the answer: ``amp.initialize(model, **result.options)``."""
-        options: dict[str, Any] = {"policy": self.policy}
-        if self.unit == "module" and self.keep:
-            options["excluded_layers"] = list(self.keep)
-        return options
+        """The arguments that bring a model to the answer, as plain values: ``amp.initialize(model, **options)``.
 
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Let the modules of the answer compute in fp32 in ``amp.auto_cast``, which has no argument for it.
-
-        Call it once, at O1; for an answer in ops it does nothing. ``amp.initialize`` takes ``options`` in its place.
-
-        Returns:
-            The model.
+        ``amp.decorate`` takes them too for an answer in modules, and ``amp.auto_cast`` for an answer in ops.
         """
-        if self.unit == "module" and self.level == "O1":
-            make_islands(map(model.get_submodule, self.keep), None)
-        return model
+        return Setting(parse_half(self.dtype), self.level, self.unit).options(self.keep)
 
     @property
     def outcome(self) -> Outcome | None:
@@ -182,8 +175,8 @@ class SearchResult:
         write_page(path, "What must stay in fp32", parts)
 
     def save(self, path: str | Path) -> None:
-        """Write the result as JSON, for ``load``."""
-        write_text(path, json.dumps({"format": _FORMAT, **asdict(self)}, indent=1))
+        """Write the result as JSON for ``load`` and for ``amp.initialize(precision=path)``, which takes its options."""
+        write_text(path, json.dumps({"format": _FORMAT, "options": self.options, **asdict(self)}, indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> SearchResult:
@@ -196,6 +189,7 @@ class SearchResult:
             known = json.loads(Path(path).read_text(encoding="utf-8"))
             if known.pop("format") != _FORMAT:
                 raise KeyError("format")
+            del known["options"]  # they follow from the rest
             known["keep"] = tuple(known["keep"])
             known["scores"] = {name: Score(*score) for name, score in known["scores"].items()}
             known["runs"] = [(tuple(wide), Outcome(*outcome)) for wide, outcome in known["runs"]]

@@ -88,11 +88,10 @@ def _floating(value: Any) -> list[torch.Tensor]:
 class _Twins:
     """The units of a model in 16 bits, which run beside the units in fp32."""
 
-    def __init__(self, model: nn.Module, units: Sequence[str], setting: Setting) -> None:
-        self.setting, self.sums = setting, _Sums(units)
+    def __init__(self, model: nn.Module, twin: nn.Module, units: Sequence[str], dtype: torch.dtype) -> None:
+        self.dtype, self.sums = dtype, _Sums(units)
         self.real = {name: model.get_submodule(name) for name in units}
-        twin = setting.lowered(copied(model))
-        self.scope: Any = hooks_of(twin).casting if setting.level == "O2" else setting.scope()
+        self.scope: Any = hooks_of(twin).casting
         self.low = {name: twin.get_submodule(name) for name in units}
         self.open: list[Any] = []
 
@@ -108,7 +107,7 @@ class _Twins:
     def _before(self, name: str) -> Callable[..., None]:
         def run(module: nn.Module, args: Any, kwargs: Any) -> None:
             """Before the unit: it may write to its inputs, and its random numbers come first."""
-            args, kwargs = cast_tree(_detached((args, kwargs)), self.setting.dtype)
+            args, kwargs = cast_tree(_detached((args, kwargs)), self.dtype)
             with same_random_numbers(module), torch.enable_grad(), self.scope:
                 self.open.append(self.low[name](*args, **kwargs))
 
@@ -161,12 +160,13 @@ def module_scores(
 ) -> dict[str, Score]:
     """Score modules, as sums over batches."""
     model = copied(model)
-    twins = _Twins(model, units, setting)
-    with NO_CASTING, twins.attached():
-        for batch in batches:
-            step(model, batch).backward()
-            twins.end_batch()
-            model.zero_grad()
+    with setting.lowered(copied(model)) as twin:
+        twins = _Twins(model, twin, units, setting.dtype)
+        with NO_CASTING, twins.attached():
+            for batch in batches:
+                step(model, batch).backward()
+                twins.end_batch()
+                model.zero_grad()
     return twins.sums.scores()
 
 

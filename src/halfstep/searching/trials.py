@@ -8,21 +8,21 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..amp.auto_cast import auto_cast
-from ..amp.decorate import decorate
+from ..amp.initialize import initialize
+from ..amp.session import latest
 from ..casting import modules
-from ..casting.inputs import ModuleInputs
-from ..casting.scope import NO_CASTING, OpCasting
+from ..casting.scope import NO_CASTING, end_session
+from ..core.dtypes import dtype_name
 from ..core.errors import UsageError
 
-__all__ = ["Setting", "Trials", "copied", "make_islands"]
+__all__ = ["Setting", "Trials", "copied"]
 
 _SEED = 0x5EED
 
@@ -41,35 +41,21 @@ class Setting:
     level: str
     unit: str
 
-    def lowered(self, model: nn.Module, wide: Iterable[str] = ()) -> nn.Module:
-        """Bring a model to the level, but for the modules of some names, which become islands in fp32."""
-        islands = [model.get_submodule(name) for name in wide] if self.unit == "module" else []
-        if self.level == "O2":
-            decorate(model, level="O2", dtype=self.dtype, excluded_layers=islands or None)
-            modules.hooks_of(model).outputs = torch.float32  # as amp.initialize has it
-        make_islands(islands, self.dtype if self.level == "O2" else None)
-        return model
+    def options(self, wide: Iterable[str] = ()) -> dict[str, Any]:
+        """The arguments of ``amp.initialize`` that bring a model to the level, with some units in fp32."""
+        kept = {"excluded_layers" if self.unit == "module" else "custom_black_list": list(wide)} if wide else {}
+        return {"opt_level": self.level, "dtype": dtype_name(self.dtype), **kept}
 
-    def scope(self, wide: Iterable[str] = ()) -> Any:
-        """The scope in which a step of a lowered model runs."""
-        if self.level == "O2":  # the model has its own
-            return nullcontext()
-        black = list(wide) if self.unit == "op" else None
-        return auto_cast(level="O1", dtype=self.dtype, custom_black_list=black)
-
-
-def make_islands(islands: Iterable[nn.Module], outputs: torch.dtype | None) -> None:
-    """Let modules compute in fp32 under any casting around them.
-
-    Args:
-        islands: modules with fp32 weights.
-        outputs: the dtype of what they return; None leaves it.
-    """
-    for island in islands:
-        hooks = modules.hooks_of(island, explicit=True)
-        hooks.casting, hooks.inputs = OpCasting(None, enabled=False), ModuleInputs(torch.float32)
-        hooks.outputs = outputs
-        hooks.attach_to(island)
+    @contextmanager
+    def lowered(self, model: nn.Module, wide: Iterable[str] = ()) -> Iterator[nn.Module]:
+        """Bring a model to the level as ``amp.initialize`` does; the session of the user's is as before afterwards."""
+        before = latest.session
+        initialize(model, verbosity=0, **self.options(wide))
+        try:
+            yield model
+        finally:
+            latest.session = before
+            end_session(modules.hooks_of(model).casting)
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -132,8 +118,8 @@ class Trials:
             with NO_CASTING:
                 yield model
         else:
-            with self.setting.scope(wide):
-                yield self.setting.lowered(model, wide)
+            with self.setting.lowered(model, wide):
+                yield model
 
     def _loss(self, model: nn.Module, batch: Any) -> float:
         if self.metric is not None:

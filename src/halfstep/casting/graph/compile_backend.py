@@ -34,7 +34,8 @@ def halfstep(
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     half = parse_dtype(given["dtype"]) if "dtype" in given else default_half(device)
     # Use Dynamo's fake inputs: real inputs would be computed with, and new fakes would get new symbols for their sizes.
-    fakes = [node.meta.get("example_value", x) for node, x in zip(_placeholders(module), example_inputs, strict=True)]
+    nodes = module.graph.find_nodes(op="placeholder")
+    fakes = [node.meta.get("example_value", x) for node, x in zip(nodes, example_inputs, strict=True)]
     traced = make_fx(module, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
     cast = cast_graph(
         traced,
@@ -43,13 +44,7 @@ def halfstep(
         emulate=check_emulate(given.get("emulate", "auto")),
         opaque=True,
     ).module
-    if given.get("inductor", True):
-        return compile_with_inductor(cast, list(example_inputs))
-    return cast
-
-
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
+    return compile_with_inductor(cast, list(example_inputs)) if given.get("inductor", True) else cast
 
 
 register_backend("halfstep", halfstep)

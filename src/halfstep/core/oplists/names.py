@@ -99,14 +99,12 @@ def spellings() -> dict[Callable[..., Any], Spelling]:
     """Every callable of torch that computes an op: functions, methods, operators and their private forms in C++."""
     found: dict[Callable[..., Any], Spelling] = {}
     for name, value in _attributes():
-        spelling = _canonical(name)
-        if spelling is not None:
+        if (spelling := _canonical(name)) is not None:
             found.setdefault(value, spelling)
     # Under torch.export with strict=True a mode is given these functions instead of the methods of Tensor.
     for name in ("add", "sub", "mul", "matmul", "pow", "truediv", "mod", "eq", "ne", "ge", "gt", "le", "lt"):
         for prefix in ("", "i"):
-            spelling = _canonical(f"__{prefix}{name}__")
-            if spelling is not None and hasattr(operator, prefix + name):
+            if (spelling := _canonical(f"__{prefix}{name}__")) is not None and hasattr(operator, prefix + name):
                 found[getattr(operator, prefix + name)] = spelling
     return found
 

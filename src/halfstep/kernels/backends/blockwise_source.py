@@ -13,21 +13,20 @@ def suffix(storage: Storage) -> str:
     return "signed" if storage.signed else "unsigned"
 
 
-def _cpp_float(number: float) -> str:
+def _float(number: float) -> str:
     return number.hex() + "f"
 
 
 def _cpp(storage: Storage) -> str:
     """Print the function that writes the codes and the ``absmax`` of a block."""
     rule: Grid = grid(storage)
-    place = _cpp_float
     decades = "\n    ".join(
-        f"power = a >= {place(lowest)} ? all({place(power)}) : power, "
-        f"width = a >= {place(lowest)} ? all({place(width)}) : width;"
+        f"power = a >= {_float(lowest)} ? all({_float(power)}) : power, "
+        f"width = a >= {_float(lowest)} ? all({_float(width)}) : width;"
         for lowest, power, width in rule.decades[1:]
     )
     ends = (
-        f"code = a < {place(rule.zero)} ? ints{{}} : code;\n"
+        f"code = a < {_float(rule.zero)} ? ints{{}} : code;\n"
         "    code = 127 + (q < 0.0f ? (code < 127 ? -code : ints{} - 127) : code);"
         if storage.signed
         else "code = (a == 0.0f ? ints{} + 1 : (code < 2 ? ints{} + 2 : code)) - 1;"
@@ -42,17 +41,17 @@ static inline void encode_{suffix(storage)}(float* x, int64_t n, uint8_t* codes,
     const uint32_t u = bits_of(x[i]) & 0x7fffffffu;
     largest = u > largest ? u : largest;
   }}
-  const float scale = of_bits(largest), inverse = 1.0f / (scale < {place(TINY)} ? {place(TINY)} : scale);
+  const float scale = of_bits(largest), inverse = 1.0f / (scale < {_float(TINY)} ? {_float(TINY)} : scale);
   *absmax = scale;
   uint8_t all_codes[{BLOCK}];
   for (int64_t i = 0; i < {BLOCK}; i += width_of_vectors) {{
     const floats q = *(const floats*)(x + i) * inverse, a = (floats)((ints)q & 0x7fffffff);
-    floats power = all({place(rule.decades[0][1])}), width = all({place(rule.decades[0][2])});
+    floats power = all({_float(rule.decades[0][1])}), width = all({_float(rule.decades[0][2])});
     {decades}
     const floats last = width + width - 1.0f;
-    floats y = ((a * power - {place(OFFSET)}) * {place(PER_WIDTH)} + 1.0f) * width;
+    floats y = ((a * power - {_float(OFFSET)}) * {_float(PER_WIDTH)} + 1.0f) * width;
     y = y < last ? y : last;
-    y = a > {place(rule.top)} ? all({place(2 * rule.decades[-1][2])}) : y;
+    y = a > {_float(rule.top)} ? all({_float(2 * rule.decades[-1][2])}) : y;
     ints code = __builtin_convertvector(y, ints);
     {ends}
     const bytes narrow = __builtin_convertvector(code, bytes);
