@@ -138,5 +138,5 @@ def fresh_process_state(other_defaults: None) -> Iterator[None]:
     amp.deactivate()
     assert torch._C._len_torch_function_stack() == modes, "a test left a function mode behind"
     assert not torch.is_autocast_enabled("cpu"), "a test left autocast on"
-    emulation._lacking.cache_clear()  # a test may have pretended another machine
+    emulation._kinds.cache_clear()  # a test may have pretended another machine
     config.derive.cache_clear()

@@ -109,7 +109,8 @@ def test_every_recorded_cast(group: str, spelling: str, device: str, half: torch
             wanted = wanted.replace("float16", dtype_name(half))
         else:
             wanted = [w.replace("float16", dtype_name(half)) for w in wanted]
-        assert found == wanted, f"{spelling} {column}"
+        in_fp32 = half is torch.float16 and spelling.endswith(".dot")  # its sum may overflow, as one of torch.sum
+        assert found == ("float32" if in_fp32 else wanted), f"{spelling} {column}"
 
 
 def test_differences_are_differences() -> None:

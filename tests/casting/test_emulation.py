@@ -332,7 +332,7 @@ def test_a_casting_that_traced_code_makes_emulates_as_it_says(emulate: bool) -> 
 def lacking(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
     """A machine whose CPU has no units for these classes of ops."""
     monkeypatch.setattr(emulation, "has_units", lambda device, dtype, kind: kind not in kinds)
-    emulation._lacking.cache_clear()
+    emulation._kinds.cache_clear()
     config.derive.cache_clear()
 
 

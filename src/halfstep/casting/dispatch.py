@@ -12,6 +12,7 @@ from types import FrameType, FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from ..core.errors import HalfstepError
@@ -219,12 +220,13 @@ class CastMode(TorchFunctionMode):
         """True if anything may be cast on any device."""
         return len(self.config.native) < len(self.config.devices) or bool(self.native_on())
 
-    def weight(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The 16-bit copy of a weight; anything but fp32 comes back as it is."""
-        if tensor.dtype is not torch.float32 or self.cache is None:
-            return tensor
-        half = self.half_of(tensor)
-        return tensor if half is None else self.cache.cast(tensor, half)
+    def weight(self, value: Any) -> Any:
+        """The 16-bit copy of an fp32 weight; anything else comes back as it is."""
+        is_weight = type(value) is Parameter or (isinstance(value, _Tensor) and value.requires_grad and value.is_leaf)
+        if not is_weight or value.dtype is not torch.float32 or self.cache is None:
+            return value
+        half = self.half_of(value)
+        return value if half is None else self.cache.cast(value, half)
 
 
 def _as_it_is(mode: CastMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

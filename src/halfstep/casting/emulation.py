@@ -11,6 +11,7 @@ Which ops: ``kind`` of ``core.oplists.tables.Op``. Where: ``emulated_kinds``.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import Literal
 
@@ -45,14 +46,10 @@ def check_emulate(value: object) -> Emulate:
     )
 
 
-def _all(device_type: str) -> EmulatedKinds:
-    return frozenset((device_type, dtype, kind) for dtype in HALF_DTYPES for kind in KINDS)
-
-
 @functools.cache
-def _lacking(device_type: str) -> EmulatedKinds:
-    device = torch.device(device_type)
-    return frozenset(kind for kind in _all(device_type) if not has_units(device, kind[1], kind[2]))
+def _kinds(device_type: str, everywhere: bool) -> EmulatedKinds:
+    device, every = torch.device(device_type), itertools.product([device_type], HALF_DTYPES, KINDS)
+    return frozenset(kind for kind in every if everywhere or not has_units(device, kind[1], kind[2]))
 
 
 def emulated_kinds(device_types: Iterable[str], dtype: torch.dtype | None, emulate: Emulate) -> EmulatedKinds:
@@ -65,7 +62,7 @@ def emulated_kinds(device_types: Iterable[str], dtype: torch.dtype | None, emula
     """
     if emulate is False:
         return frozenset()
-    kinds: EmulatedKinds = frozenset().union(*map(_all if emulate is True else _lacking, device_types))
+    kinds: EmulatedKinds = frozenset().union(*(_kinds(each, emulate is True) for each in device_types))
     return kinds if dtype is None else frozenset(kind for kind in kinds if kind[1] is dtype)
 
 

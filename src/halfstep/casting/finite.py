@@ -63,6 +63,8 @@ def finite_rule(op: Op, in_place: bool, otherwise: Rule | None, recorded: bool) 
         return otherwise
     if kind == "mask":
         return otherwise and bind(_with_finite_mask, op.list == "half", otherwise)
+    if kind == "product":
+        return bind(_sum_of_products, op.name, otherwise)
     rule = bind(_in_fp32, op.name, kind, in_place, otherwise)
     kinds = (float, complex) if recorded and op.name not in _FILLS else (float, int, complex)
     return (rule, otherwise, kinds, 2 * (op.name == "__setitem__")) if kind in ("number", "bound") else rule
@@ -76,11 +78,20 @@ def _in_fp32(
     given = (*args, *kwargs.values()) if target is None else [target]
     tensors = [each for each in given if isinstance(each, torch.Tensor)] or tensors_in(given)
     halves = {tensor.dtype for tensor in tensors if mode.casts(tensor)}.intersection(HALF_DTYPES)
-    if not any(needs_fp32(kind, half, args, kwargs) for half in halves):
+    if not any(needs_fp32(kind, half, args, kwargs, None) for half in halves):
         return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
     note_meeting()
     if target is not None:
         return write_in_fp32(mode, func, target, args, kwargs)
+    return bind(to_float, name, native_off=True)(mode, func, args, kwargs)
+
+
+def _sum_of_products(name: str, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """A product in 16 bits, unless its result turns out to be a sum that float16 may not have: then it runs again."""
+    result = func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
+    if result.dtype is not torch.float16 or not needs_fp32("product", result.dtype, args, kwargs, result):
+        return result
+    note_meeting()
     return bind(to_float, name, native_off=True)(mode, func, args, kwargs)
 
 

@@ -176,8 +176,6 @@ def to_float(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwa
     if at and (kwargs.get("sparse") or args[at : at + 1] == (True,)):
         # Torch cannot cast a sparse gradient back to the weight's dtype, and a lookup rounds nothing.
         return _cast(mode, func(*args, **kwargs), torch.float32, name)
-    if not kwargs:  # as _call_in, with a call less
-        return func(*[_cast(mode, a, torch.float32, name) for a in args])
     if kwargs.get("dtype") in HALF_DTYPES:
         return func(*args, **kwargs)
     return _call_in(torch.float32, name, mode, func, args, kwargs)
@@ -205,19 +203,8 @@ def half_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dic
     if mode.cache is None or _is_compiling() or (kwargs and kwargs.get("out") is not None):
         return func(*args, **kwargs)
     weight = mode.weight
-    args = [
-        weight(a)
-        if type(a) is Parameter or (isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf)  # as _is_weight
-        else a
-        for a in args
-    ]
-    if not kwargs:
-        return func(*args)
-    return func(*args, **{key: weight(a) if _is_weight(a) else a for key, a in kwargs.items()})
-
-
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_leaf and (value.requires_grad or type(value) is Parameter)
+    args = [weight(a) for a in args]
+    return func(*args, **{key: weight(a) for key, a in kwargs.items()}) if kwargs else func(*args)
 
 
 def banned(name: str, hint: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -123,12 +123,6 @@ class _Attribute:
         cast.attribute = self  # type: ignore[attr-defined]
         setattr(owner, name, staticmethod(cast) if static else classmethod(cast) if by_class else cast)
 
-    def put_back(self) -> None:
-        if self.raw is _ABSENT:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.raw)
-
 
 _ABSENT: Any = object()
 
@@ -151,11 +145,13 @@ class Registration:
 
     def remove(self) -> None:
         """Undo the registration; a second call does nothing."""
-        rules = self._attribute.rules
-        if self in rules:
-            rules.remove(self)
-            if not rules:
-                self._attribute.put_back()
+        at = self._attribute
+        if self in at.rules:
+            at.rules.remove(self)
+            if not at.rules and at.raw is _ABSENT:
+                delattr(at.owner, at.name)
+            elif not at.rules:
+                setattr(at.owner, at.name, at.raw)
 
     def __enter__(self) -> Registration:
         return self

@@ -96,8 +96,6 @@ class WeightCache:
         if not temporary:
             if len(entries) >= _MOST:
                 self.clear()
-            gone = weakref.ref(weight, lambda _: entries.pop(key, None))
-            address = weight.data_ptr()
-            found = cast.requires_grad, cast.is_inference(), operand or cast, gone
-            entries[key] = (weight._version, address, dtype, *found)
+            found = weight._version, weight.data_ptr(), dtype, cast.requires_grad, cast.is_inference()
+            entries[key] = (*found, operand or cast, weakref.ref(weight, lambda _: entries.pop(key, None)))
         return cast

@@ -166,7 +166,7 @@ class _CastPass:
         in_place = _in_place(name)
         op, self.rule[node] = self._row_of(node)
         kind = not in_place and numbers_kind(op)
-        if kind and needs_fp32(kind, self.half, *fx.map_arg((node.args, node.kwargs), _val)):
+        if kind and needs_fp32(kind, self.half, *fx.map_arg((node.args, node.kwargs), _val), _val(node)):
             op, self.rule[node] = op._replace(list="float"), "numbers that 16 bits do not have"
         reads, result = dtypes(op, [self.label[source] for source in inputs], in_place)
         if in_place:

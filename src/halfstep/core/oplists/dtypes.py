@@ -26,6 +26,9 @@ HALF, FLOAT, WIDEST, FIRST, ANY = "half", "float", "widest", "first", "any"
 """The dtypes in which a call reads its fp32 and 16-bit tensors: 16 bits, fp32, the widest of their dtypes, the dtype of
 the first tensor, or the dtype that each has."""
 
+_MOST = 65_504
+"""The number of ones whose sum float16 still has."""
+
 
 def read_in(op: Op, in_place: bool = False) -> str:
     """Return the dtype in which an op reads its fp32 and 16-bit tensors.
@@ -77,18 +80,17 @@ def refused_row(op: Op, in_place: bool) -> Op:
 def numbers_kind(op: Op) -> str:
     """The ``numbers`` of a row as the lists in force have it, or "" if a list decides.
 
-    An op on a white list keeps its 16 bits, the user's list or the level's: the list was written for that. A reduction
-    of float16, such as ``dot``, is widened only where no list has a rule for it. An op whose row says nothing has
-    "number" if it takes Python numbers. Products add in fp32.
+    An op on a white list keeps its 16 bits, the user's list or the level's: the list was written for that. The levels
+    list ``matmul`` and ``einsum`` for their matrix products, and a sum of these is widened as ``sum`` is. An op whose
+    row says nothing has "number" if it takes Python numbers. Products add in fp32.
     """
     if op.list in ("half", "wide"):
-        return op.numbers if op.numbers == "mask" else ""
-    if op.numbers in ("sum", "norm"):
-        return op.numbers if op.list == "free" else ""
+        kept = ("mask",) if op.reason in ("custom", "default") else ("mask", "product")
+        return op.numbers if op.numbers in kept else ""
     return op.numbers or ("number" if not op.kind and takes_number(op.name) else "")
 
 
-def needs_fp32(kind: str, half: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def needs_fp32(kind: str, half: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
     """True if a call of an op that is not in place computes and returns fp32, because 16 bits do not have its numbers.
 
     Args:
@@ -96,11 +98,15 @@ def needs_fp32(kind: str, half: torch.dtype, args: Sequence[Any], kwargs: Mappin
         half: the 16-bit dtype that the call reads.
         args: the arguments of the call.
         kwargs: the keyword arguments of the call.
+        result: the result of the call in 16 bits, of which only the shape is read, and for "product" alone.
     """
     if kind in ("number", "bound"):
         return any(_is_lost(each, half, kind == "bound") for each in (*args, *kwargs.values()))
-    adds = kind == "accumulate" and bool(kwargs.get("accumulate", len(args) > 3 and args[3]))
-    return adds or (half is torch.float16 and (kind == "norm" or (kind == "sum" and _is_large(args, kwargs))))
+    if kind == "accumulate" or half is not torch.float16:
+        return kind == "accumulate" and bool(kwargs.get("accumulate", len(args) > 3 and args[3]))
+    if kind == "product":
+        return _is_sum(args, result)
+    return kind == "norm" or (kind == "sum" and _is_large(args, kwargs))
 
 
 def _is_lost(number: Any, half: torch.dtype, bound: bool) -> bool:
@@ -117,4 +123,17 @@ def _is_large(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     first: Any = args[0] if args else kwargs.get("input")
     dim: Any = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
     dims = (dim,) if isinstance(dim, (int, str)) else dim
-    return not dims or math.prod(first.size(each) for each in dims) > 65_504
+    return not dims or math.prod(first.size(each) for each in dims) > _MOST
+
+
+def _is_sum(args: Sequence[Any], result: torch.Tensor) -> bool:
+    """True if a product gives one number, or adds so many products of elements in the same place, as Dice losses do.
+
+    The tensors of such an einsum have every index of its result. In a matrix product each lacks some.
+    """
+    if not result.dim() or not args or not isinstance(args[0], str):
+        return not result.dim()
+    inputs, arrow, output = args[0].replace(" ", "").partition("->")
+    tensors = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+    in_place = arrow and all(set(output).issubset(each) for each in inputs.split(","))
+    return bool(in_place) and max(map(torch.numel, tensors)) > _MOST * result.numel()

@@ -47,8 +47,9 @@ class Op(NamedTuple):
         numbers: the calls that compute and return fp32 from inputs of any dtype, because 16 bits do not have one of
             their numbers (``dtypes.needs_fp32``). "number", and all ops that take a Python number beside a tensor: if
             it would become 0 or infinite; "bound": also if it would become 1; "sum": in float16, if it gives one number
-            or adds more than 65,504; "norm": in float16; "accumulate": with ``accumulate=True``; "mask": the mask alone
-            stays finite in 16 bits.
+            or adds more than 65,504; "norm": in float16; "product": in float16, if it gives one number, or adds more
+            than 65,504 products of elements in the same place; "accumulate": with ``accumulate=True``; "mask": the mask
+            alone stays finite in 16 bits.
         inside: "product" if its own implementation may call a matrix product, which native autocast would lower.
         cpu: the rule of ``torch.autocast`` on a CPU. Some ops only call an op that has the rule.
         cuda: the same on CUDA.
