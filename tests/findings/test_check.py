@@ -68,19 +68,8 @@ def decorate(model: nn.Module, optimizer: Any, dtype: torch.dtype) -> tuple[Any,
     return model, optimizer, amp.GradScaler(enable=dtype is torch.float16), forward
 
 
-OPTIMIZERS = [
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.NAdam,
-    optimizers.FusedSGD,
-    optimizers.FusedAdam,
-    optimizers.FusedAdagrad,
-    optimizers.FusedLAMB,
-    optimizers.FusedNovoGrad,
-]
+OPTIMIZERS = [getattr(torch.optim, name) for name in ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam"]]
+OPTIMIZERS += [getattr(optimizers, f"Fused{name}") for name in ["SGD", "Adam", "Adagrad", "LAMB", "NovoGrad"]]
 RECIPES = [plain, autocast, auto_cast, level("O1"), level("O2"), decorate]
 
 

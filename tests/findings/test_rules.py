@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) 
 
 
 def test_there_is_one_rule_for_each_code() -> None:
-    assert sorted(RULES) == [f"HS{number}" for number in (*range(101, 116), 118, 119, 121, *range(128, 132))]
+    assert sorted(RULES) == [f"HS{number}" for number in (*range(101, 116), 118, 119, 121, 122, *range(128, 132))]
     for code, (look, _) in RULES.items():
         assert (look.__doc__ or "").startswith(f"{code}: ")
 
@@ -675,3 +676,23 @@ def test_a_fused_sgd_that_leaves_16_bit_weights_as_they_are_is_an_error(fused: b
     assert severities == ["error"] * found
     model, optimizer = amp.initialize(model, optimizer, opt_level="O3", dtype=dtype, verbosity=0)
     assert "HS113" not in codes(halfstep.check(model, optimizer))
+
+
+X = torch.ones(4, 32)
+NOT_FINITE: dict[str, tuple[Any, Any, str, str]] = {
+    "a module": (torch.log, lambda m: m(-X).mean(), "1", "loss of this batch is NaN: inf or NaN begins in 1"),
+    "between modules": (lambda x: nn.Flatten()(x / 0), lambda m: m(X).mean(), "1", "begins in 1, whose"),
+    "the batch": (torch.sin, X.masked_fill(X == 1, torch.nan), "the batch", "output of this batch is NaN: the batch"),
+    "the loss": (torch.sin, lambda m: -m(X).mean() / 0, "the loss", "is -?inf: the loss function makes it"),
+    "a mask, nothing": (torch.nan_to_num, X.masked_fill(X == 1, -torch.inf), "", ""),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_loss_that_is_not_finite_is_said_with_the_module_where_it_begins(name: str) -> None:
+    function, batch, where, text = NOT_FINITE[name]
+    model = nn.Sequential(Applies(lambda x: x), Applies(function), nn.Linear(32, 2))
+    found = halfstep.check(model, batch=(lambda: batch(model)) if callable(batch) else batch)
+    assert [each.where for each in found] == [where] * bool(where)
+    assert all(each.code == "HS122" and each.severity == "error" for each in found)
+    assert re.search(text, " ".join(each.message for each in found))

@@ -122,7 +122,7 @@ def draw(dice: random.Random, cause: str) -> Case:
 
 # ---- what the tools say
 
-_BY_CHECK = {"HS105": "loss in 16 bits", "HS112": "fp32 in name only"}
+_BY_CHECK = {"HS122": "overflow", "HS105": "loss in 16 bits", "HS112": "fp32 in name only"}
 _BY_MONITOR = {
     "HS116": "overflow",
     "HS117": "flushed gradients",

@@ -1,6 +1,6 @@
 """Findings in the observed steps that no other tool looks for: batches, random numbers, ranks, who unscales gradients.
 
-Each rule yields findings. HS122 to HS126 are codes of ``diagnose`` only.
+Each rule yields findings. HS123 to HS126 are codes of ``diagnose`` only, and HS122 is one of ``check``, too.
 """
 
 from __future__ import annotations

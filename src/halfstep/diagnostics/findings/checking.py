@@ -62,9 +62,9 @@ def check(
         scaler: the ``torch.amp.GradScaler`` or ``amp.GradScaler`` of the losses. Loss scalers of ``amp.initialize`` are
             found without it.
         policy: the policy, if the model does not show it.
-        batch: input for a forward pass, which HS105, HS112 of outputs and parts of HS104 need: a function without
-            arguments that returns the loss, or the arguments of the model (a tuple, a mapping or one tensor). The pass
-            runs once without gradients, and random state and buffers are restored. All ranks must call it.
+        batch: input for a forward pass, which HS105, HS112 of outputs, HS122 and parts of HS104 need: a function
+            without arguments that returns the loss, or the arguments of the model (a tuple, a mapping or one tensor).
+            The pass runs once without gradients, and random state and buffers are restored. All ranks must call it.
         accumulate: the number of backward passes per step.
 
     Returns:

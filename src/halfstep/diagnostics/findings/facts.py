@@ -5,6 +5,7 @@ A fact costs nothing until a rule reads it; a healthy model costs one walk over 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,6 +77,7 @@ class Facts:
         seen = self.forward
         self._forward_flags = [(name, self.reading.ask(flags)) for name, flags in (seen.flags if seen else ())]
         self._norms = [(name, self.reading.ask(inf)) for name, inf in (seen.norms if seen else ())]
+        self._largest = [(name, self.reading.ask(size)) for name, size in (seen.largest if seen else ())]
         self.reading.send()
 
     def _session_scalers(self) -> list[DeviceLossScaler]:
@@ -135,6 +137,13 @@ class Facts:
     def zero_norms(self) -> list[str]:
         """The ops by which the forward pass divided by inf, the result of a too large sum of squares."""
         return list(dict.fromkeys(name for name, where in self._norms if self.reading[where][0]))
+
+    @cached_property
+    def not_finite(self) -> list[tuple[str, str]]:
+        """The places of a forward pass that ended with inf or NaN which gave "inf" or "NaN", in order of execution."""
+        largest = [(name, self.reading[where][0]) for name, where in self._largest]
+        found = [(name, "NaN" if size != size else "inf") for name, size in largest if not math.isfinite(size)]
+        return found if found[-1:] and not math.isfinite(largest[-1][1]) else []
 
     # ---- dtypes
 

@@ -20,11 +20,11 @@ from ...casting.modules import hooks_of
 from ...core.dtypes import HALF_DTYPES, is_half
 from ...core.oplists.names import spellings
 from ...core.oplists.tables import row_of, words
-from ...torch_internals.torch_compat import buffers_of, tree_flatten
+from ...torch_internals.torch_compat import DisableTorchFunction, buffers_of, tree_flatten
 from ..observe.names import ROOT, qualified_names
 from ..observe.notes import Notes
 from ..observe.ops import FunctionCall
-from ..observe.samples import PROOF, grid_flags, sample
+from ..observe.samples import PROOF, can_sample, grid_flags, sample
 from ..observe.watch import CallWatch, ModuleCall
 
 __all__ = ["Forward", "is_norm", "is_router", "run", "same_random_numbers"]
@@ -148,6 +148,8 @@ class Forward:
         routers: the names of routers whose results are in 16 bits.
         flags: names of modules, or "the loss", with the ``grid_flags`` of fp32 values that should not lie on a grid.
         loss_dtype: the dtype of the loss, if there was one.
+        largest: names of modules, "the batch" or "the loss", in order of execution, with the largest magnitude that
+            they gave; -inf in what a module gets is left out, because masks hold it. Only ``run`` fills it.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -160,6 +162,7 @@ class Forward:
         self.routers: dict[str, torch.dtype] = {}
         self.flags: list[tuple[str, torch.Tensor]] = []
         self.loss_dtype: torch.dtype | None = None
+        self.largest: list[tuple[str, torch.Tensor]] = []
 
     @contextmanager
     def watching(self) -> Iterator[Forward]:
@@ -218,6 +221,30 @@ class Forward:
             self.flags.append(("the loss", grid_flags(loss.detach().reshape(1))))
 
 
+class _Checked(Forward):
+    """A record that also has the largest numbers. What a module gets comes from the module that calls it."""
+
+    def entered(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
+        """Receive the start of a module call."""
+        self._look(self.running[-2].name if len(self.running) > 1 else "the batch", (args, kwargs), torch.Tensor.float)
+
+    def returned(self, call: ModuleCall, args: Any, output: Any) -> None:
+        """Receive the end of a module call."""
+        super().returned(call, args, output)
+        self._look(call.name, output, torch.Tensor.abs)
+
+    def note_loss(self, result: Any) -> None:
+        """Record the result of the forward pass."""
+        super().note_loss(result)
+        if self.loss_dtype is not None:
+            self._look("the loss", result, torch.Tensor.abs)
+
+    def _look(self, name: str, values: Any, size: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        with DisableTorchFunction():
+            found = [t for t in tree_flatten(values)[0] if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            self.largest += [(name, size(t.float()).amax()) for t in found if t.numel() and can_sample(t)]
+
+
 @contextmanager
 def same_random_numbers(model: nn.Module) -> Iterator[None]:
     """Restore the random state of Python and of torch, on the devices of a model, after the block."""
@@ -238,7 +265,7 @@ def run(model: nn.Module, batch: Any) -> Forward:
         batch: a function without arguments that returns the loss; or the arguments of the model: a mapping of keyword
                 arguments, a tuple or list of positional arguments, or a single argument.
     """
-    forward = Forward(model)
+    forward = _Checked(model)
     call: Callable[[], Any] = batch if callable(batch) else lambda: _call(model, batch)
     buffers = [
         (buffers_of(module), name, buffer, buffer.detach().clone())

@@ -69,19 +69,15 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Found]:
 def _sensitive_ops(facts: Facts) -> Iterator[Found]:
     seen = facts.forward
     fix = "Compute them in fp32 (x.float()) and cast the result, as torch's own norms do."
-    if facts.zero_norms:
-        where = listed(facts.zero_norms)
+    if zero := facts.zero_norms:
         text = "A norm returns zeros: its sum of squares is inf in 16 bits, and it divides by that."
-        yield Found("error", where, text, {"ops": facts.zero_norms}, fix)
-    statistics = [name for name in facts.norms if name not in facts.zero_norms]
-    if statistics:
-        where = listed(statistics)
+        yield Found("error", listed(zero), text, {"ops": zero}, fix)
+    if statistics := [name for name in facts.norms if name not in facts.zero_norms]:
         text = "A norm computes its statistics in 16 bits."
-        yield Found("warning", where, text, {"ops": statistics}, fix)
-    if seen is not None and seen.routers:
-        where = listed(list(seen.routers))
+        yield Found("warning", listed(statistics), text, {"ops": statistics}, fix)
+    if routers := list(seen.routers) if seen is not None else []:
         text = "A router computes the scores of its experts in 16 bits, so close scores become equal."
-        yield Found("note", where, text, {"routers": list(seen.routers)}, "Run it in fp32.")
+        yield Found("note", listed(routers), text, {"routers": routers}, "Run it in fp32.")
 
 
 def loss_in_16_bits(facts: Facts) -> Iterator[Found]:
@@ -95,12 +91,9 @@ def loss_in_16_bits(facts: Facts) -> Iterator[Found]:
         return
     dtype = next(iter(seen.losses.values())) if seen.losses else seen.loss_dtype
     assert dtype is not None
-    yield Found(
-        "warning",
-        listed(list(seen.losses)) or "the loss",
-        f"The loss is computed in {dtype_name(dtype)}, which has steps of {torch.finfo(dtype).eps * 8:g} near 10.",
-        {"ops": list(seen.losses), "dtype": dtype_name(dtype)},
-    )
+    ops, name = list(seen.losses), dtype_name(dtype)
+    text = f"The loss is computed in {name}, which has steps of {torch.finfo(dtype).eps * 8:g} near 10."
+    yield Found("warning", listed(ops) or "the loss", text, {"ops": ops, "dtype": name})
 
 
 def average_in_16_bits(facts: Facts) -> Iterator[Found]:
@@ -115,12 +108,9 @@ def average_in_16_bits(facts: Facts) -> Iterator[Found]:
             continue
         sizes = {name: p.numel() for name, p in module.named_parameters() if is_half(p)}
         if sizes:
-            yield Found(
-                "error",
-                grouped(sizes),
-                f"{type(module).__name__} averages weights in 16 bits with decay {decay:g}: most changes round away.",
-                {"decay": decay},
-            )
+            name = type(module).__name__
+            text = f"{name} averages weights in 16 bits with decay {decay:g}: most changes round away."
+            yield Found("error", grouped(sizes), text, {"decay": decay})
 
 
 def _decay_of(module: nn.Module) -> float | None:
@@ -151,13 +141,9 @@ def no_units(facts: Facts) -> Iterator[Found]:
         if not has_units(device, dtype, "product"):
             emulated = has_casting(facts.model)
             cost = "take about as long as in fp32" if emulated else "take many times as long as in fp32"
-            yield Found(
-                "note" if emulated else "warning",
-                str(device),
-                f"{device} has no units for {dtype_name(dtype)}: products {cost}.",
-                {"device": str(device), "dtype": dtype_name(dtype)},
-                _faster(device, dtype),
-            )
+            text = f"{device} has no units for {dtype_name(dtype)}: products {cost}."
+            known = {"device": str(device), "dtype": dtype_name(dtype)}
+            yield Found("note" if emulated else "warning", str(device), text, known, _faster(device, dtype))
 
 
 def _faster(device: torch.device, slow: torch.dtype) -> str:
@@ -176,13 +162,8 @@ def inputs_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
     given, casting = (hooks := hooks_of(facts.model)).inputs, hooks.casting
     stay = sorted({place for (place, *_), _ in given.stays}, key=str) if given is not None else []
     if stay and casting is not None:
-        yield Found(
-            "note",
-            listed([f"input {place}" for place in stay]),
-            f"Inputs hold integers that {dtype_name(casting.dtype)} does not have, so they stay float32.",
-            {"inputs": stay},
-            "Nothing is lost; ops that mix dtypes cost a cast. Integer tensors, or features made from them, cost none.",
-        )
+        text = f"Inputs hold integers that {dtype_name(casting.dtype)} does not have, so they stay float32."
+        yield Found("note", listed([f"input {place}" for place in stay]), text, {"inputs": stay})
 
 
 def buffers_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
@@ -200,18 +181,32 @@ def fp32_in_name_only(facts: Facts) -> Iterator[Found]:
     Checks weights after a step (a checkpoint may have held 16-bit weights) and, with a batch, the loss and the outputs
     of modules whose inputs are fp32. Source: Liger-Kernel#1430, TransformerEngine#3193.
     """
-    if facts.stepped_on_grid:
-        yield Found(
-            "warning",
-            facts.where(facts.stepped_on_grid),
-            "fp32 weights that have stepped hold nothing but 16-bit numbers: something rounds them after each step.",
-            {"tensors": len(facts.stepped_on_grid)},
-            "Look for what copies 16-bit weights into them: load_state_dict, .half(), a 16-bit twin of the model.",
-        )
+    if rounded := facts.stepped_on_grid:
+        text = "fp32 weights that have stepped hold nothing but 16-bit numbers: something rounds them after each step."
+        fix = "Look for what copies 16-bit weights into them: load_state_dict, .half(), a 16-bit twin of the model."
+        yield Found("warning", facts.where(rounded), text, {"tensors": len(rounded)}, fix)
     if facts.outputs_on_grid:
         text = "fp32 in name only: every value lies on a 16-bit grid, so it was rounded before it became fp32."
         fix = "Cast to fp32 before the computation, not after it."
         yield Found("warning", listed(facts.outputs_on_grid), text, {"outputs": facts.outputs_on_grid}, fix)
+
+
+_BEGINS = {
+    "the batch": ("the batch holds it, before any op", "Look at the batch and at what prepares it, or skip it."),
+    "the loss": (
+        "the loss function makes it of finite values",
+        "Look at the target of this batch, and at a log, a division or a sum in the loss; compute it in float().",
+    ),
+}
+
+
+def loss_not_finite(facts: Facts) -> Iterator[Found]:
+    """HS122: inf or NaN in the loss, or in the output of the model, and the module where it begins. Needs ``batch``."""
+    if facts.not_finite:
+        (place, _), (end, what) = facts.not_finite[0], facts.not_finite[-1]
+        how, fix = _BEGINS.get(place, (f"inf or NaN begins in {place}, whose inputs are finite", ""))
+        text = f"The {'loss' if end == 'the loss' else 'output'} of this batch is {what}: {how}."
+        yield Found("error", place, text, {"module": place}, fix)
 
 
 def fsdp_reduces_in_16_bits(facts: Facts) -> Iterator[Found]:
@@ -235,9 +230,13 @@ RULES: Rules = {
     "HS111": (no_units, ""),
     "HS112": (fp32_in_name_only, ""),
     "HS114": (fsdp_reduces_in_16_bits, "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."),
-    "HS118": (inputs_that_a_cast_destroys, ""),
+    "HS118": (
+        inputs_that_a_cast_destroys,
+        "Nothing is lost; ops that mix dtypes cost a cast. Integer tensors, or features made from them, cost none.",
+    ),
     "HS119": (
         buffers_that_a_cast_destroys,
         "Nothing is lost; ops that mix dtypes cost a cast. cast_ops=False of amp.initialize casts these buffers, too.",
     ),
+    "HS122": (loss_not_finite, "halfstep.diagnose finds the op, and says whether fp32 has the same."),
 }

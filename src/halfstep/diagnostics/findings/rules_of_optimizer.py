@@ -41,12 +41,8 @@ def lost(where: str, fraction: float, text: str, **evidence: object) -> Found | 
     """Make HS101 for a share of lost updates; None if the share is small."""
     if fraction < LOST_WARNING:
         return None
-    return Found(
-        "error" if fraction >= LOST_ERROR else "warning",
-        where,
-        f"{share(fraction)} of the updates round to nothing{text}.",
-        {"lost": fraction, **evidence},
-    )
+    text = f"{share(fraction)} of the updates round to nothing{text}."
+    return Found("error" if fraction >= LOST_ERROR else "warning", where, text, {"lost": fraction, **evidence})
 
 
 def lost_updates(facts: Facts) -> Iterator[Found]:
@@ -77,16 +73,12 @@ def stuck_second_moment(facts: Facts) -> Iterator[Found]:
     for moment in facts.second_moments:
         eps, change = torch.finfo(moment.dtype).eps, 1 - moment.keeps
         if 0 < change < eps / 2:
-            always = change < eps / 4
-            name = dtype_name(moment.dtype)
-            yield Found(
-                "error" if always else "warning",
-                facts.where(moment.params),
-                f"The second moment of {type(moment.group.optimizer).__name__} is {name} and shrinks by 1 - beta2 = "
-                f"{change:.3g} a step, less than {eps / (4 if always else 2):.3g}: "
-                f"{'it can never decay' if always else 'some of its values cannot decay'}.",
-                {"decay": change, "grid": eps / 4, "dtype": name},
-            )
+            name, always = dtype_name(moment.dtype), change < eps / 4
+            text = f"The second moment of {type(moment.group.optimizer).__name__} is {name} and shrinks by 1 - beta2 = "
+            text += f"{change:.3g} a step, less than {eps / (4 if always else 2):.3g}: "
+            text += "it can never decay." if always else "some of its values cannot decay."
+            known = {"decay": change, "grid": eps / 4, "dtype": name}
+            yield Found("error" if always else "warning", facts.where(moment.params), text, known)
 
 
 def lost_weight_decay(facts: Facts) -> Iterator[Found]:
@@ -103,15 +95,11 @@ def lost_weight_decay(facts: Facts) -> Iterator[Found]:
         fine = {dtype for dtype in group.dtypes if 0 < decay < torch.finfo(dtype).eps / 4}
         params = [p for p in group.halves if p.dtype in fine]
         if params:
-            grid = torch.finfo(params[0].dtype).eps / 4
-            once = rounds_once(group.optimizer, group.hyper)
-            yield Found(
-                "warning" if once else "error",
-                facts.where(params),
-                f"lr * weight_decay = {decay:.3g} is less than {grid:.3g}: weight decay alone never changes a "
-                f"{dtype_name(params[0].dtype)} weight.",
-                {"decay": decay, "grid": grid},
-            )
+            grid, once = torch.finfo(params[0].dtype).eps / 4, rounds_once(group.optimizer, group.hyper)
+            text = f"lr * weight_decay = {decay:.3g} is less than {grid:.3g}: weight decay alone never changes a "
+            text += f"{dtype_name(params[0].dtype)} weight."
+            known = {"decay": decay, "grid": grid}
+            yield Found("warning" if once else "error", facts.where(params), text, known)
 
 
 def eps_underflows(facts: Facts) -> Iterator[Found]:
@@ -124,13 +112,9 @@ def eps_underflows(facts: Facts) -> Iterator[Found]:
         smallest = info.smallest_normal * info.eps
         fused = rounds_once(moment.group.optimizer, moment.group.hyper)
         if isinstance(eps, float) and not fused and 0 < eps <= smallest / 2:  # a tie also rounds to 0
-            yield Found(
-                "error",
-                facts.where(moment.params),
-                f"eps = {eps:g} is 0 in {dtype_name(moment.dtype)}, whose smallest number is {smallest:.1e}: "
-                "a weight without gradient becomes NaN.",
-                {"eps": eps, "smallest": smallest},
-            )
+            text = f"eps = {eps:g} is 0 in {dtype_name(moment.dtype)}, whose smallest number is {smallest:.1e}: "
+            text += "a weight without gradient becomes NaN."
+            yield Found("error", facts.where(moment.params), text, {"eps": eps, "smallest": smallest})
 
 
 def fp16_without_loss_scale(facts: Facts) -> Iterator[Found]:
@@ -144,12 +128,11 @@ def fp16_without_loss_scale(facts: Facts) -> Iterator[Found]:
     if not any(_scales(scaler) for scaler in facts.scalers):
         off = [_kind(scaler) for scaler in facts.scalers if not _is_enabled(scaler)]
         params = [p for group in facts.groups for p in group.params if p.dtype is torch.float16]
-        yield Found(
-            "error",
-            facts.where(params) if params else "the model",
-            "float16 without a loss scale: gradients below 6e-8 become 0." + (f" The {off[0]} is off." if off else ""),
-            {"smallest": 2.0**-24, "scalers": len(facts.scalers)},
+        known = {"smallest": 2.0**-24, "scalers": len(facts.scalers)}
+        text = "float16 without a loss scale: gradients below 6e-8 become 0." + (
+            f" The {off[0]} is off." if off else ""
         )
+        yield Found("error", facts.where(params) if params else "the model", text, known)
 
 
 def useless_scaler(facts: Facts) -> Iterator[Found]:
@@ -253,13 +236,10 @@ def foreign_parameters(facts: Facts) -> Iterator[Found]:
         return
     attached = [(found, one) for one in facts.optimizers if (found := attached_to(one)) is not None]
     replaced = any(each.param is p for found, one in attached for each in found.replaced.find(one) for p in left)
-    yield Found(
-        "error" if replaced or len(foreign) == len(held) else "warning",
-        facts.where(left),
-        f"{len(foreign)} of {len(held)} parameters of {type(facts.optimizers[0]).__name__} are frozen or not in the "
-        f"model, and {len(left)} parameters of the model are in no optimizer given.",
-        {"foreign": len(foreign), "untrained": len(left)},
-    )
+    text = f"{len(foreign)} of {len(held)} parameters of {type(facts.optimizers[0]).__name__} are frozen or not in the "
+    text += f"model, and {len(left)} parameters of the model are in no optimizer given."
+    known = {"foreign": len(foreign), "untrained": len(left)}
+    yield Found("error" if replaced or len(foreign) == len(held) else "warning", facts.where(left), text, known)
 
 
 def zero_gradients(facts: Facts) -> Iterator[Found]:
