@@ -2,7 +2,7 @@
 
 A CNN, a transformer and an LSTM have 1 to 4 faults each, of six sorts, at places that the seed chooses. They run at
 O2 in float16. With ``--rank`` the scores are compared with the truth instead: a transformer of 44 units with one
-fault, and the change of the loss with each unit alone in 16 bits.
+fault, and the change of the loss with each unit alone in 16 bits. ``--products`` scores the products of a decoder.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=100, help="models of each kind (default 100)")
     parser.add_argument("--first-seed", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--rank", action="store_true", help="compare the scores with each unit alone in 16 bits")
+    parser.add_argument("--products", action="store_true", help="score the products of a decoder in NVFP4")
     parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
 
 
@@ -33,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")
     if args.rank:
         return rank()
+    if args.products:
+        return products()
     figures = {}
     for kind in KINDS:
         exact = more = within = 0
@@ -114,6 +117,68 @@ def rank() -> int:
             "times as long as the scores",
             flush=True,
         )
+    return 0
+
+
+def products(width: int = 64, tokens: int = 64) -> int:
+    """Print which products of a decoder, which has trained for 100 steps, have the highest scores in NVFP4."""
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1))
+            mixed = functional.scaled_dot_product_attention(*parts, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).flatten(2))
+            return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+    torch.manual_seed(0)
+    blocks = {f"block{i}": Block() for i in range(6)}
+    parts = {"embed": nn.Embedding(tokens, width), **blocks, "norm": nn.LayerNorm(width)}
+    model = nn.Sequential()
+    for name, part in {**parts, "head": nn.Linear(width, tokens)}.items():
+        model.add_module(name, part)
+    chances = (3.0 * torch.randn(tokens, tokens)).softmax(-1)
+
+    def batch() -> torch.Tensor:
+        text = torch.randint(tokens, (16, 1))
+        for _ in range(32):
+            text = torch.cat([text, torch.multinomial(chances[text[:, -1]], 1)], 1)
+        return text
+
+    def step(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(100):
+        step(model, batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "products": "nvfp4",
+        "passes": True,
+        "progress": False,
+        "budget": 12,
+    }
+    found = halfstep.search(model, step, [batch() for _ in range(16)], **options, guard=halfstep.Guard(tolerance=0.01))
+    print(found)
+    sums: dict[str, dict[str, float]] = {}
+    for unit, score in found.scores.items():
+        layer, _, which = unit.rpartition(".")
+        sums.setdefault(layer, {})[which] = score.total
+    total = sum(sum(each.values()) for each in sums.values())
+    first = sum(max(each, key=each.__getitem__) == "forward" for each in sums.values())
+    print(f"head.forward: {sums['head']['forward'] / total:.1%} of all scores; forward first in {first} of {len(sums)}")
+    for name in blocks:
+        print(name, f"{sum(sum(each.values()) for layer, each in sums.items() if layer.startswith(name)) / total:.2%}")
     return 0
 
 

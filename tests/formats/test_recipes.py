@@ -139,6 +139,16 @@ def test_a_function_chooses_a_recipe_for_each_layer() -> None:
     read_back(model, weights_only=False)  # although the function is not pickled
 
 
+def test_a_dict_has_recipes_by_the_names_of_layers() -> None:
+    model = blocks(2)
+    table = amp.set_products(model, {"0": "fp8_rowwise", "1.1.0": RECIPES["mxfp8"]})
+    assert {layer.name: str(layer.recipe) for layer in table if layer.recipe} == {"0": "fp8_rowwise", "1.1.0": "mxfp8"}
+    with pytest.raises(
+        UsageError, match=r"'1.7', which is no linear layer of this Sequential. Its linear layers are 0"
+    ):
+        amp.set_products(model, {"0": "fp8_rowwise", "1.7": "mxfp8"})
+
+
 class Attending(nn.Module):
     """A model whose attention reads the weight of a linear layer by itself."""
 

@@ -18,6 +18,8 @@ from torch import nn
 import halfstep
 from halfstep import Guard, HalfstepError, SearchResult, amp
 from halfstep.cli.app import app
+from halfstep.formats.layers import recipe_of
+from halfstep.formats.recipe import RECIPES, Recipe
 
 from .planted import KINDS, Chain, Planted, planted, step
 
@@ -152,6 +154,64 @@ def test_ops_are_found(tmp_path: Path) -> None:
     assert search(case, unit="op", level="O1").keep == ()
 
 
+def language() -> tuple[nn.Module, Any, list[Batch]]:
+    """A model of the next token that has trained, and whose linear layers lose much of it in NVFP4."""
+    torch.manual_seed(0)
+    parts = [nn.Embedding(64, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 64)]
+    model, following = nn.Sequential(*parts), torch.randperm(64)
+
+    def batch() -> Batch:
+        x = torch.randint(64, (64,))
+        return x, torch.where(torch.rand(64) < 0.8, following[x], torch.randint(64, (64,)))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        step(model, batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, step, [batch() for _ in range(16)]
+
+
+def test_layers_that_must_not_have_formats_are_found() -> None:
+    model, _, batches = language()
+    options: dict[str, Any] = {"dtype": "bfloat16", "products": "nvfp4", "progress": False}
+    result = halfstep.search(model, step, batches, **options)
+    assert (result.status, set(result.keep)) == ("found", {"1", "3", "5"}), str(result)
+    assert "3 linear layers must stay in bfloat16" in str(result)
+    assert result.options == {"opt_level": "O1", "dtype": "bfloat16"}
+    one = halfstep.search(model, step, batches, **options, keep=["1", "5"], guard=Guard(tolerance=0.1))
+    assert (one.keep, one.recipe, len(one.runs)) == (("1", "5"), {"3": "nvfp4"}, 2)
+    chosen = halfstep.search(model, step, batches, **options | {"products": {"3": "mxfp8"}}, guard=Guard(tolerance=0.1))
+    assert (chosen.keep, chosen.recipe) == ((), {"3": "mxfp8"})
+
+
+@pytest.mark.exhaustive
+def test_products_that_must_not_have_formats_are_found(tmp_path: Path) -> None:
+    named = [f"{__name__}:language", "--dtype=bfloat16", "--products=nvfp4", "--passes"]
+    files = [f"--save={tmp_path / 'search.json'}", f"--report={tmp_path / 'page.html'}"]
+    said = CliRunner().invoke(app, ["search", *named, *files])
+    assert "products must stay in bfloat16" in said.output
+    assert "--products=nvfp4 --passes" in (tmp_path / "page.html").read_text()
+    result = SearchResult.load(tmp_path / "search.json")
+    assert {"1.forward", "3.forward", "5.forward"} <= set(result.keep)
+    assert len(result.keep) < 6
+    ranks = list(result.scores)
+    assert ranks[0] == "5.forward"  # the head
+    assert all(name.endswith("forward") for name in ranks[:3])  # and forward before backward
+    for name, recipe in result.recipe.items():
+        for which in ("forward", "input_gradient", "weight_gradient"):
+            wide = f"{name}.{which}" in result.keep
+            assert getattr(Recipe.parse(recipe), which) == ((None, None) if wide else getattr(RECIPES["nvfp4"], which))
+    model, _, batches = language()
+    expected = step(model, batches[0])
+    brought = amp.initialize(model, verbosity=0, precision=tmp_path / "search.json")
+    assert step(brought, batches[0]).item() == pytest.approx(expected.item(), rel=2e-3)
+    assert [str(recipe_of(model[place])) for place in (1, 3, 5)] == [
+        str(Recipe.parse(result.recipe[name])) for name in ("1", "3", "5")
+    ]
+    amp.deactivate()
+
+
 def test_what_is_kept_is_not_searched() -> None:
     case = planted("cnn", 2, 1)
     (fault,) = case.faults
@@ -264,7 +324,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a unit": ({"unit": "layer"}, "module"),
     "ops at O2": ({"unit": "op"}, "only O1"),
     "a dtype": ({"dtype": "float8"}, "float8"),
-    "products": ({"products": "nvfp4"}, "products="),
+    "a recipe that fits no layer": ({"products": "nvfp4"}, "No linear layer"),
+    "ops of a recipe": ({"products": "nvfp4", "unit": "op", "level": "O1"}, "leave one"),
+    "passes without a recipe": ({"passes": True}, "give products="),
+    "passes in float16": ({"products": "fp8_rowwise", "passes": True}, "dtype='bfloat16'"),
     "a guard": ({"guard": 0.1}, "halfstep.Guard"),
     "keep as a name": ({"keep": "0"}, "keep="),
     "a budget": ({"budget": 0}, "budget"),

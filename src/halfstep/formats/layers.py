@@ -24,12 +24,13 @@ from ..casting.emulation import has_own_ops
 from ..core.checks import check_kind
 from ..core.dtypes import dtype_name
 from ..core.errors import UsageError
+from ..core.text import listed
 from ..kernels.shards import is_sharded
 from ..torch_internals.compiler_compat import traced_as_constant
 from ..torch_internals.subclasses import Mixin, subclass_with, superclass_of
 from ..torch_internals.torch_compat import hook_tables, jit_tracing_state
 from .products import History, linear
-from .recipe import Passes, Products, Recipe, RecipeChoice
+from .recipe import ByName, Passes, Products, Recipe, RecipeChoice
 
 __all__ = ["Layer", "LayerTable", "choose", "give_products", "set_products"]
 
@@ -190,8 +191,9 @@ def set_products(model: nn.Module, recipe: RecipeChoice, passes: Passes = "all")
 
     Args:
         model: the model, on any device; its linear layers are changed in place.
-        recipe: a ``Recipe``, the name of one (``halfstep.formats.RECIPES``), None for no formats, or a function that
-            is called with each linear layer and its name, and returns one of these.
+        recipe: a ``Recipe``, the name of one (``halfstep.formats.RECIPES``), None for no formats, a function that is
+            called with each linear layer and its name and returns one of these, or a dict of recipes by the qualified
+            names of layers; other layers have no formats then.
         passes: the passes whose products change: ``"forward"``, ``"backward"`` or ``"all"``. Other products stay as
             they are.
 
@@ -280,6 +282,14 @@ def choose(model: nn.Module, recipe: Recipe) -> LayerTable:
         raise UsageError(
             f"This {type(model).__name__} has no linear layers, and products= is for their products. Leave it out, or "
             "use `with amp.auto_cast(products=...)`, which takes every call of linear, matmul, mm and bmm."
+        )
+    unknown = [
+        name for name in (recipe.layers if isinstance(recipe.layers, ByName) else ()) if name not in dict(layers)
+    ]
+    if unknown:
+        raise UsageError(
+            f"products= has a recipe for {unknown[0]!r}, which is no linear layer of this {type(model).__name__}. "
+            f"Its linear layers are {listed([name for name, _ in layers])}."
         )
     attention = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     last = _last_blocks(model, recipe.last_blocks)

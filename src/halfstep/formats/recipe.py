@@ -10,7 +10,7 @@ A linear layer has three products. Each sums over another dimension, along which
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import NoneType
 from typing import Any, Literal, Union, cast
@@ -22,7 +22,19 @@ from ..core.errors import ArgumentTypeError, ArgumentValueError
 from .format import Format
 from .torchao_products import MULTIPLE, Pair, check_products
 
-__all__ = ["PASSES", "RECIPES", "LayerChoice", "Passes", "Products", "Recipe", "RecipeChoice", "divisor", "text_of"]
+__all__ = [
+    "PASSES",
+    "PRODUCTS",
+    "RECIPES",
+    "ByName",
+    "LayerChoice",
+    "Passes",
+    "Products",
+    "Recipe",
+    "RecipeChoice",
+    "divisor",
+    "text_of",
+]
 
 Products = tuple[str, str, str, int]
 """The formats of the products of one layer, and the size of their transform: see ``Recipe.products``."""
@@ -30,8 +42,18 @@ Products = tuple[str, str, str, int]
 LayerChoice = Callable[[nn.Module, str], "Recipe | str | None"]
 """A function that is called with a linear layer and its name, and returns a recipe, or None for no formats."""
 
-RecipeChoice = Union["Recipe", str, LayerChoice, None]
-"""A value for ``products=``: a recipe, its name, a choice for each layer, or None for no formats."""
+RecipeChoice = Union["Recipe", str, LayerChoice, Mapping[str, "Recipe | str"], None]
+"""A value for ``products=``: a recipe, its name, a choice for each layer, a dict of recipes by the names of layers, or
+None for no formats."""
+
+
+class ByName(dict[str, Any]):
+    """A choice for each layer, by the recipes of the names in it; other layers have no formats."""
+
+    def __call__(self, module: nn.Module, name: str) -> Recipe | str | None:
+        """The recipe of a layer."""
+        return self.get(name)
+
 
 Passes = Literal["forward", "backward", "all"]
 
@@ -42,7 +64,7 @@ PASSES: dict[str, tuple[str, ...]] = {
 PASSES["all"] = (*PASSES["forward"], *PASSES["backward"])
 """The fields of a recipe that belong to the forward pass, to the backward pass, and to both."""
 
-_PRODUCTS = ("forward", "input_gradient", "weight_gradient")
+PRODUCTS = ("forward", "input_gradient", "weight_gradient")
 
 
 @dataclass(frozen=True)
@@ -86,7 +108,7 @@ class Recipe:
     layers: Literal["auto", "all"] | LayerChoice = "auto"
 
     def __post_init__(self) -> None:
-        for name in _PRODUCTS:
+        for name in PRODUCTS:
             pair = getattr(self, name)
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ArgumentTypeError(f"{name} must be a pair of formats, one for each operand, not {pair!r}.")
@@ -104,7 +126,7 @@ class Recipe:
         if self.backend not in ("emulate", "torchao"):
             raise ArgumentValueError(f'backend={self.backend!r} must be "emulate" or "torchao".')
         if self.backend == "torchao":
-            check_products([getattr(self, name) for name in _PRODUCTS], self.hadamard, self.amax)
+            check_products([getattr(self, name) for name in PRODUCTS], self.hadamard, self.amax)
         check_switch("attention", self.attention)
         if not isinstance(self.last_blocks, (int, float)) or not 0 <= self.last_blocks < 1:
             raise ArgumentValueError(
@@ -118,7 +140,8 @@ class Recipe:
 
     @classmethod
     def of(cls, value: object) -> Recipe:
-        """A recipe as a user gave it: a ``Recipe``, a text for ``parse``, or a function that chooses for each layer."""
+        """A recipe as a user gave it: a ``Recipe``, a text for ``parse``, or what chooses for each layer."""
+        value = ByName(value) if isinstance(value, Mapping) else value
         if callable(value):
             return cls(layers=value)
         return value if isinstance(value, Recipe) else cls.parse(cast(str, value))
@@ -145,7 +168,7 @@ class Recipe:
     @property
     def formats(self) -> list[Format]:
         """The formats of all operands."""
-        return [each for name in _PRODUCTS for each in getattr(self, name) if each is not None]
+        return [each for name in PRODUCTS for each in getattr(self, name) if each is not None]
 
     @property
     def by_inputs(self) -> int:
@@ -170,7 +193,7 @@ class Recipe:
         The text of a product on kernels has the back end before the formats: ``"torchao: mxfp8 @ mxfp8"``.
         """
         backend = "" if self.backend == "emulate" else f"{self.backend}: "
-        forward, input_gradient, weight_gradient = (backend + _shown(getattr(self, name)) for name in _PRODUCTS)
+        forward, input_gradient, weight_gradient = (backend + _shown(getattr(self, name)) for name in PRODUCTS)
         return forward, input_gradient, weight_gradient, self.hadamard
 
     def __str__(self) -> str:
@@ -236,7 +259,7 @@ def _shown(value: Any) -> str:
 
 def _read(name: str, value: str) -> Any:
     """The value of a field from a text."""
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         return tuple(None if each == "None" else Format.parse(each) for each in value.split(" @ "))
     try:
         if name == "attention":

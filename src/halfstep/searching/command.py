@@ -37,10 +37,12 @@ def _load(text: str) -> Any:
 @click.argument("source", metavar="MODULE:FUNCTION")
 @click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), default="float16", help="default: float16")
 @click.option("--level", type=click.Choice(["O1", "O2"]), default="O1", help="default: O1")
+@click.option("--products", metavar="RECIPE", help="find which linear layers must not use this recipe")
+@click.option("--passes", is_flag=True, help="with --products: find which of the three products of a layer")
 @click.option("--budget", type=click.IntRange(1), help="the largest number of guarded runs")
 @click.option("--report", metavar="FILE", help="also write a page")
 @click.option("--save", metavar="FILE", help="also write the result as JSON")
-def command(source: str, dtype: str, level: str, budget: int | None, report: str | None, save: str | None) -> None:
+def command(source: str, budget: int | None, report: str | None, save: str | None, **options: Any) -> None:
     """Print which modules must stay in fp32.
 
     FUNCTION takes no arguments and returns a model in fp32, a step of (model, batch) that returns the loss, and
@@ -56,13 +58,14 @@ def command(source: str, dtype: str, level: str, budget: int | None, report: str
     if not isinstance(given, tuple) or len(given) != 3:
         raise click.ClickException(f"{source} must return (model, step, batches), not {type(given).__name__}.")
     try:
-        found = search(*given, dtype=dtype, level=level, budget=budget, progress=say)
+        found = search(*given, budget=budget, progress=say, **options)
     except HalfstepError as error:
         raise click.ClickException(str(error)) from None
     click.echo(str(found))
     if save is not None:
         found.save(save)
     if report is not None:
-        limit = [] if budget is None else [f"--budget={budget}"]
-        found.report(report, shlex.join(["halfstep", "search", source, f"--dtype={dtype}", f"--level={level}", *limit]))
+        set_to = {name: value for name, value in {**options, "budget": budget}.items() if value not in (None, False)}
+        words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in set_to.items()]
+        found.report(report, shlex.join(["halfstep", "search", source, *words]))
     raise SystemExit(0 if found.status == "found" else 1)

@@ -78,6 +78,8 @@ class Finder:
                 raise CannotError(
                     "with all units in fp32 the loss still differs. What the model computes outside its "
                     'modules may be the cause: unit="op" finds it, or give it a module of its own.'
+                    if self.trials.setting.products is None
+                    else "without formats the loss still differs from fp32. Search without products= for the cause."
                 )
             size = min(2 * size, len(order))
         least = size // 2
@@ -177,4 +179,5 @@ class Finder:
     def _fingerprint(self) -> list[Any]:
         setting = self.trials.setting
         losses = [f"{loss:.6g}" for loss in self._losses(False)]
-        return [self.units, self.always, str(setting.dtype), setting.level, setting.unit, losses]
+        products = [setting.products, setting.passes]
+        return [self.units, self.always, str(setting.dtype), setting.level, setting.unit, *products, losses]

@@ -44,6 +44,10 @@ class SearchResult:
         scores: the score of each unit, the highest first.
         flops: the number of floating point operations in each unit's forward pass of one batch.
         runs: the guarded runs in their order: the units in fp32, and the outcome.
+        products: the recipe of each linear layer by its name if the units are products: what is kept has no formats
+            then, and has the 16-bit dtype; else None.
+        passes: True if each product of a layer is a unit: ``head.forward``, ``head.input_gradient`` and
+            ``head.weight_gradient``.
     """
 
     status: str
@@ -56,6 +60,19 @@ class SearchResult:
     scores: dict[str, Score] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)
     runs: list[tuple[tuple[str, ...], Outcome]] = field(default_factory=list)
+    products: dict[str, str] | None = None
+    passes: bool = False
+
+    @property
+    def _setting(self) -> Setting:
+        return Setting(parse_half(self.dtype), self.level, self.unit, self.products, self.passes)
+
+    @property
+    def _words(self) -> tuple[str, str, str]:
+        """The words for a unit, for the precision in which a unit is kept, and for the precision of others."""
+        if self.products is None:
+            return self.unit, "fp32", self.dtype
+        return "product" if self.passes else "linear layer", self.dtype, "formats"
 
     @property
     def op_lists(self) -> OpLists | None:
@@ -73,7 +90,7 @@ class SearchResult:
     @property
     def module_filter(self) -> Callable[[nn.Module, str], torch.dtype | None]:
         """The dtype of each module, for ``module_filter=`` of ``amp.initialize`` and ``amp.decorate``."""
-        wide = self.keep if self.unit == "module" else ()
+        wide = self.keep if self.unit == "module" and self.products is None else ()
 
         def dtype_of(module: nn.Module, name: str) -> torch.dtype | None:
             inside = any(name == each or name.startswith(f"{each}.") for each in wide)
@@ -82,8 +99,9 @@ class SearchResult:
         return dtype_of
 
     @property
-    def recipe(self) -> None:
-        """The formats of linear layers, for ``products=``; None, as a search finds no formats yet."""
+    def recipe(self) -> dict[str, str] | None:
+        """The recipe of each linear layer by its name, for ``amp.initialize(products=)``; None without formats."""
+        return self._setting.recipe(self.keep)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -91,7 +109,7 @@ class SearchResult:
 
         ``amp.decorate`` takes them too for an answer in modules, and ``amp.auto_cast`` for an answer in ops.
         """
-        return Setting(parse_half(self.dtype), self.level, self.unit).options(self.keep)
+        return self._setting.options(self.keep)
 
     @property
     def outcome(self) -> Outcome | None:
@@ -105,8 +123,9 @@ class SearchResult:
             best = f" Known to pass: {', '.join(self.keep)}." if any(each.passed for _, each in self.runs) else ""
             return f"{asked}{self.status}, after {runs}: {self.why}{best}"
         total = sum(each.total for each in self.scores.values() if math.isfinite(each.total)) or 1.0
-        shares = [f"  keep fp32: {name}{self._share(name, total)}" for name in self.keep]
-        what = f"{counted(len(self.keep), self.unit)} must stay in fp32" if self.keep else "nothing must stay in fp32"
+        unit, wide, _ = self._words
+        shares = [f"  keep {wide}: {name}{self._share(name, total)}" for name in self.keep]
+        what = f"{counted(len(self.keep), unit) if self.keep else 'nothing'} must stay in {wide}"
         return "\n".join([f"{asked}{what}, after {runs}", *shares, f"  {self._losses()}"])
 
     def _share(self, name: str, total: float) -> str:
@@ -157,7 +176,7 @@ class SearchResult:
             picture = lines("Scores", "The score of each unit, by rank.", drawn, low=low - 1.0, high=high + 1.0)
             parts.append(section("Scores", figure(picture, caption="Each unit by its rank, on a logarithmic scale.")))
         rows = [
-            [row["unit"], "fp32" if row["fp32"] else self.dtype, f"{row['forward']:.2e}", f"{row['backward']:.2e}"]
+            [row["unit"], self._words[1 if row["fp32"] else 2], f"{row['forward']:.2e}", f"{row['backward']:.2e}"]
             for row in self.table()
         ]
         parts.append(section("Units", table(["unit", "stays in", "forward", "backward"], rows)))
@@ -171,7 +190,9 @@ class SearchResult:
             ]
             for n, (wide, one) in enumerate(self.runs, 1)
         ]
-        parts.append(section("Guarded runs", table(["run", "in fp32", "loss", "loss of fp32", "passes"], runs)))
+        parts.append(
+            section("Guarded runs", table(["run", f"in {self._words[1]}", "loss", "loss of fp32", "passes"], runs))
+        )
         write_page(path, "What must stay in fp32", parts)
 
     def save(self, path: str | Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..casting.containers import cast_tree
@@ -23,10 +24,12 @@ from ..casting.modules import hooks_of
 from ..casting.scope import NO_CASTING
 from ..core.oplists.names import spellings
 from ..diagnostics.findings.forward import same_random_numbers
+from ..formats.products import linear
+from ..formats.recipe import PRODUCTS, Recipe
 from ..torch_internals.torch_compat import tree_flatten
 from .trials import Setting, copied
 
-__all__ = ["Score", "module_scores", "op_scores"]
+__all__ = ["Score", "module_scores", "op_scores", "product_scores"]
 
 _STEP = 1e-3
 """The size of an update, as a share of the weights."""
@@ -168,6 +171,51 @@ def module_scores(
                 twins.end_batch()
                 model.zero_grad()
     return twins.sums.scores()
+
+
+def product_scores(
+    model: nn.Module,
+    units: Sequence[str],
+    step: Callable[[nn.Module, Any], Any],
+    batches: Sequence[Any],
+    setting: Setting,
+) -> dict[str, Score]:
+    """Score the products of linear layers with rounded operands, as sums over batches.
+
+    The backward score of a gradient is the change of the loss to first order if the input, or the weight, moves by a
+    thousandth along its error.
+    """
+    model, layers = copied(model), setting.products or {}
+    names = {name: [f"{name}.{which}" if setting.passes else name for which in PRODUCTS] for name in layers}
+    sums = _Sums(unit for each in names.values() for unit in each)
+
+    def beside(name: str, recipe: Recipe) -> Callable[..., None]:
+        def run(module: Any, args: Any, output: torch.Tensor) -> None:
+            x, weight = args[0].detach().requires_grad_(), module.weight.detach().requires_grad_()
+            with torch.enable_grad(), same_random_numbers(module):
+                low = linear(x, weight, module.bias, recipe.products, torch.float32)
+                exact = functional.linear(x, weight, module.bias)
+
+            def back(_: int, grad: torch.Tensor) -> None:
+                pairs = [torch.autograd.grad(each, (x, weight), grad) for each in (low, exact)]
+                for unit, operand, one, other in zip(names[name][1:], (x, weight), *pairs, strict=True):
+                    if operand is weight or args[0].requires_grad:
+                        size = operand.detach().norm() * (one - other).norm()
+                        sums.backward[unit] = sums.backward[unit] + (_STEP * size).double().square()
+
+            sums.watch(names[name][0], output, low, back)
+
+        return run
+
+    with ExitStack() as stack, NO_CASTING:
+        for name, text in layers.items():
+            hook = model.get_submodule(name).register_forward_hook(beside(name, Recipe.parse(text)))
+            stack.callback(hook.remove)
+        for batch in batches:
+            step(model, batch).backward()
+            model.zero_grad()
+    found = sums.scores()
+    return {unit: found[unit] for unit in units}
 
 
 class _OpTwins(TorchFunctionMode):

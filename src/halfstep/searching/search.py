@@ -14,14 +14,16 @@ from torch import nn
 
 from ..amp.arguments import RecipeChoice
 from ..casting.scope import NO_CASTING
-from ..core.checks import check_count, check_kind
+from ..core.checks import check_count, check_kind, check_switch
 from ..core.dtypes import dtype_name, is_half, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..diagnostics.findings.forward import same_random_numbers
+from ..formats.layers import choose
+from ..formats.recipe import Recipe
 from .finder import CannotError, Finder
 from .guard import Guard
 from .result import SearchResult
-from .scores import module_scores, op_scores
+from .scores import module_scores, op_scores, product_scores
 from .trials import Setting, Trials, copied
 from .units import Seen, chosen, watched
 
@@ -71,10 +73,12 @@ def search(
             but the last half of what there is.
         dtype: float16 or bfloat16.
         level: "O1" or "O2".
-        products: reserved for formats of eight bits and fewer.
+        products: a recipe for linear layers, as ``amp.initialize(products=)`` takes it: the search finds which layers
+            compute without formats. ``layers="auto"`` of a recipe leaves none out here.
         guard: the test that decides; None for the loss, with a tolerance from its own noise.
         unit: "module", or, at O1, "op": then the answer is a choice of op lists.
-        passes: True to search in forward and backward passes on their own, which needs ``products``.
+        passes: True for units that are products of a layer, ``head.forward``, ``head.input_gradient`` and
+            ``head.weight_gradient``, with ``products``. A run then trains, in bfloat16, with AdamW.
         score_batches: the number of batches that are scored, and that a guarded run takes.
         budget: the largest number of guarded runs; None for no limit.
         keep: units that stay in fp32 in any case, as names or patterns of ``fnmatch``.
@@ -92,9 +96,7 @@ def search(
             scalar, runs a backward pass or does not call the model that it is given, or for a loss that is not finite
             in fp32.
     """
-    if products is not None or passes:
-        raise UsageError("search has no products= and passes= yet: it finds what must stay in fp32 beside 16 bits.")
-    setting = _check(model, step, dtype, level, unit)
+    setting = _check(model, step, dtype, level, unit, products, passes)
     guard = Guard() if guard is None else guard
     check_kind("guard", guard, Guard, "a halfstep.Guard, or None")
     check_count("score_batches", score_batches)
@@ -106,15 +108,19 @@ def search(
     say = _log if progress is True else progress if callable(progress) else _silent
     with same_random_numbers(model):
         seen, flops = _watch(model, step, halves[0][0])
-        units = seen.ops() if unit == "op" else seen.modules(model)
-        limit = _RANGE[setting.dtype]
+        units, score = seen.modules(model), module_scores
+        if products is not None:
+            units, score, flops = setting.units(), product_scores, _of_units(setting, flops)
+        elif unit == "op":
+            units, score = seen.ops(), op_scores
+        limit = _RANGE[setting.dtype] if products is None else math.inf
         finder = Finder(
             trials=Trials(model, step, guard.metric, setting),
             guard=guard,
             batches=halves,
             units=units,
             always=chosen(units, keep or ()),
-            score=lambda: (op_scores if unit == "op" else module_scores)(model, units, step, halves[0], setting),
+            score=lambda: score(model, units, step, halves[0], setting),
             early={name for name, largest in seen.largest.items() if largest > limit},
             budget=budget,
             checkpoint=checkpoint,
@@ -131,7 +137,7 @@ def search(
             found = finder.best()
     return SearchResult(
         *(status, tuple(found), level, dtype_name(setting.dtype), unit, why, finder.tolerance),
-        *(finder.scores, {name: flops.get(name, 0) for name in units}, finder.history),
+        *(finder.scores, {name: flops.get(name, 0) for name in units}, finder.history, setting.products, passes),
     )
 
 
@@ -143,7 +149,14 @@ def _silent(*_: Any) -> None:
     pass
 
 
-def _check(model: nn.Module, step: Any, dtype: Any, level: str, unit: str) -> Setting:
+def _of_units(setting: Setting, flops: dict[str, int]) -> dict[str, int]:
+    """The floating point operations of units among products; each product of a layer has as many."""
+    return {unit: flops.get(unit.rpartition(".")[0] if setting.passes else unit, 0) for unit in setting.units()}
+
+
+def _check(
+    model: nn.Module, step: Any, dtype: Any, level: str, unit: str, products: RecipeChoice, passes: bool
+) -> Setting:
     check_kind("model", model, nn.Module, "a torch.nn.Module")
     if not callable(step):
         raise ArgumentTypeError(f"step={step!r} must be a function of (model, batch) that returns the loss.")
@@ -155,13 +168,27 @@ def _check(model: nn.Module, step: Any, dtype: Any, level: str, unit: str) -> Se
         raise UsageError("unit='op' finds op lists, and only O1 casts by op lists; use level='O1' or unit='module'.")
     if next(model.parameters(), None) is None:
         raise UsageError(f"{type(model).__name__} has no parameters, so there is no training to search for.")
-    half = next((name for name, p in model.named_parameters() if is_half(p)), None)
-    if half is not None:
+    narrow = next((name for name, p in model.named_parameters() if is_half(p)), None)
+    if narrow is not None:
         raise UsageError(
-            f"{half} of the model is in 16 bits already, and search compares with fp32. Give it the model in fp32, "
+            f"{narrow} of the model is in 16 bits already, and search compares with fp32. Give it the model in fp32, "
             "before amp.initialize."
         )
-    return Setting(parse_half(dtype), level, unit)
+    dtype = parse_half(dtype)
+    check_switch("passes", passes)
+    if products is None:
+        if passes:
+            raise UsageError("passes=True takes apart the products of linear layers: give products= with it.")
+        return Setting(dtype, level, unit)
+    if unit == "op":
+        raise UsageError("unit='op' finds op lists, and products= are of linear layers; leave one of them out.")
+    if passes and dtype is not torch.bfloat16:
+        raise UsageError("passes=True trains in its runs, without a loss scale: use dtype='bfloat16'.")
+    recipe = Recipe.of(products)
+    by_layer = callable(recipe.layers)
+    table = choose(model, recipe if by_layer else recipe.replace(layers="all", last_blocks=0.0))
+    texts = {each.name: str(each.recipe if by_layer else recipe) for each in table if each.recipe is not None}
+    return Setting(dtype, level, unit, texts, passes)
 
 
 def _split(batches: Iterable[Any], count: int) -> tuple[list[Any], list[Any]]:

@@ -21,10 +21,14 @@ from ..casting import modules
 from ..casting.scope import NO_CASTING, end_session
 from ..core.dtypes import dtype_name
 from ..core.errors import UsageError
+from ..formats.recipe import PRODUCTS, Recipe
 
 __all__ = ["Setting", "Trials", "copied"]
 
 _SEED = 0x5EED
+
+_RATE = 1e-3
+"""The learning rate of runs that train."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +39,46 @@ class Setting:
         dtype: the 16-bit dtype.
         level: "O1" or "O2".
         unit: "module" or "op".
+        products: the recipe of each linear layer by its name, whose products are the units; None without formats.
+        passes: True if each product of a layer is a unit by itself, and runs train.
     """
 
     dtype: torch.dtype
     level: str
     unit: str
+    products: dict[str, str] | None = None
+    passes: bool = False
+
+    def units(self) -> list[str]:
+        """The names of the units among products: a layer, or a product of a layer."""
+        if not self.passes:
+            return list(self.products or ())
+        recipes = {name: Recipe.parse(text) for name, text in (self.products or {}).items()}
+        return [f"{name}.{which}" for name, one in recipes.items() for which in PRODUCTS if any(getattr(one, which))]
+
+    def recipe(self, wide: Iterable[str] = ()) -> dict[str, str] | None:
+        """The value for ``products=``, with some units without formats."""
+        if not self.passes:
+            return {name: text for name, text in (self.products or {}).items() if name not in {*wide}} or None
+        return {
+            name: "; ".join([text, *(f"{which}=None @ None" for which in PRODUCTS if f"{name}.{which}" in {*wide})])
+            for name, text in (self.products or {}).items()
+        }
 
     def options(self, wide: Iterable[str] = ()) -> dict[str, Any]:
-        """The arguments of ``amp.initialize`` that bring a model to the level, with some units in fp32."""
-        kept = {"excluded_layers" if self.unit == "module" else "custom_black_list": list(wide)} if wide else {}
-        return {"opt_level": self.level, "dtype": dtype_name(self.dtype), **kept}
+        """The arguments of ``amp.initialize`` that bring a model to the level, with some units in higher precision."""
+        options: dict[str, Any] = {"opt_level": self.level, "dtype": dtype_name(self.dtype)}
+        if self.products is None and wide:
+            options["excluded_layers" if self.unit == "module" else "custom_black_list"] = list(wide)
+        elif recipe := self.recipe(wide):
+            options["products"] = recipe
+        return options
 
     @contextmanager
-    def lowered(self, model: nn.Module, wide: Iterable[str] = ()) -> Iterator[nn.Module]:
+    def lowered(self, model: nn.Module, wide: Iterable[str] = (), optimizer: Any = None) -> Iterator[nn.Module]:
         """Bring a model to the level as ``amp.initialize`` does; the session of the user's is as before afterwards."""
         before = latest.session
-        initialize(model, verbosity=0, **self.options(wide))
+        initialize(model, optimizer, verbosity=0, **self.options(wide))
         try:
             yield model
         finally:
@@ -102,26 +130,29 @@ class Trials:
         return [self._run(batches, wide, run) for run in range(runs)]
 
     def _run(self, batches: Sequence[Any], wide: Iterable[str] | None, run: int) -> list[float]:
-        with self._prepared(wide) as model:
+        with self._prepared(wide) as (model, optimizer):
             found = []
             for number, batch in enumerate(batches):
                 torch.manual_seed(_SEED + 1000 * run + number)
-                found.append(self._loss(model, batch))
+                found.append(self._loss(model, batch, optimizer))
                 if not math.isfinite(found[-1]):
                     return [math.inf] * len(batches)
             return found
 
     @contextmanager
-    def _prepared(self, wide: Iterable[str] | None) -> Iterator[nn.Module]:
+    def _prepared(self, wide: Iterable[str] | None) -> Iterator[tuple[nn.Module, torch.optim.Optimizer | None]]:
         model = copied(self.model)
-        if wide is None:
-            with NO_CASTING:
-                yield model
-        else:
-            with self.setting.lowered(model, wide):
-                yield model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE) if self.setting.passes else None
+        with NO_CASTING if wide is None else self.setting.lowered(model, wide, optimizer):
+            yield model, optimizer
 
-    def _loss(self, model: nn.Module, batch: Any) -> float:
-        if self.metric is not None:
-            return float(self.metric(model, batch))
-        return float(self.step(model, batch).detach())
+    def _loss(self, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> float:
+        found = None if self.metric is None else float(self.metric(model, batch))
+        if found is None or optimizer is not None:
+            loss = self.step(model, batch)
+            found = float(loss.detach()) if found is None else found
+            if optimizer is not None:
+                loss.backward()  # in bfloat16, where there is no loss scale
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
