@@ -86,18 +86,29 @@ static inline void scales(i32 am, const Run& run, float& before, float& after) {
   after = 1.0f / before;
 #endif
 }
-static inline i32 bits_at(const T* x) { return ib(wide(*x)) & ABS; }
+// Magnitudes as integers of the size of a number, which keep their order, and the bits in fp32 of the largest.
+static inline Whole bits_at(const T* x) {
+  Whole w;
+  memcpy(&w, x, sizeof w);
+  return w & (Whole)(((Whole)1 << (8 * sizeof w - 2)) * 2 - 1);
+}
+static inline Whole most_of(Whole a, Whole b) { return a > b ? a : b; }
+static inline i32 widened(Whole w) {
+  T x;
+  memcpy(&x, &w, sizeof w);
+  return ib(wide(x)) & ABS;
+}
 static i32 largest(const T* x, i64 n, int threads) {
   const i64 piece = 16384, pieces = (n + piece - 1) / piece;
-  i32 r = 0;
+  Whole r = 0;
   #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(max:r)
   for (i64 c = 0; c < pieces; ++c) {
     const i64 end = n - c * piece < piece ? n - c * piece : piece;
-    i32 here = 0;
-    for (i64 i = 0; i < end; ++i) here = most(here, bits_at(x + c * piece + i));
-    r = most(r, here);
+    Whole here = 0;
+    for (i64 i = 0; i < end; ++i) here = most_of(here, bits_at(x + c * piece + i));
+    r = most_of(r, here);
   }
-  return r;
+  return widened(r);
 }
 static inline void pass(const T* x, T* y, i64 n, float before, float after, u32 place, u32 seed) {
   #pragma omp simd
@@ -115,9 +126,9 @@ template <int SIDE> static void rows(const T* x, T* y, i64 count, i64 n, Run run
     const T* xc = x + c * SOME * side;
     T* yc = y + c * SOME * side;
     for (int b = 0; b < m; ++b) {
-      i32 r = 0;
-      for (i64 i = 0; i < side; ++i) r = most(r, bits_at(xc + b * side + i));
-      am[b] = r;
+      Whole r = 0;
+      for (i64 i = 0; i < side; ++i) r = most_of(r, bits_at(xc + b * side + i));
+      am[b] = widened(r);
     }
     #pragma omp simd
     for (int b = 0; b < m; ++b) scales(am[b], run, before[b], after[b]);
@@ -133,12 +144,14 @@ template <int TOGETHER> static void columns(const T* x, T* y, i64 blocks, i64 si
   for (i64 c = 0; c < blocks * windows; ++c) {
     const i64 left = c %% windows * SOME, start = c / windows * side * width + left;
     const int m = (int)(width - left < SOME ? width - left : SOME);
-    i32 am[SOME] = {};
+    Whole top[SOME] = {};
+    i32 am[SOME];
     float before[SOME], after[SOME];
     for (i64 i = 0; i < side; ++i) {
       const T* xi = x + start + i * width;
-      for (int j = 0; j < m; ++j) am[j] = most(am[j], bits_at(xi + j));
+      for (int j = 0; j < m; ++j) top[j] = most_of(top[j], bits_at(xi + j));
     }
+    for (int j = 0; j < m; ++j) am[j] = widened(top[j]);
     if (TOGETHER > 1) {
       for (int k = 0; k < m / TOGETHER; ++k) {
         i32 r = 0;
@@ -266,7 +279,11 @@ def source(format: Format, dtype: torch.dtype) -> str:
         "side": sides[1],
         "together": sides[0],
     }
-    return PRELUDE % {"acc": "float"} + f"typedef {C_TYPES[dtype]} T;\n" + _SOURCE % facts
+    return (
+        PRELUDE % {"acc": "float"}
+        + f"typedef {C_TYPES[dtype]} T;\ntypedef int{8 * dtype.itemsize}_t Whole;\n"
+        + _SOURCE % facts
+    )
 
 
 def _bits(number: float) -> int:
