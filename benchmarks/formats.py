@@ -5,7 +5,8 @@ one. For the comparison "torch cast" is a cast to float8_e4m3fn and back, and "t
 ``dequantize`` for MXFP8, where it is installed.
 
 With ``--training`` it times steps of SGD of two models instead, by each recipe and in fp32: four linear layers of 1024
-without biases with batches of 512 and 128, and a transformer block of width 256 with 512 tokens.
+without biases with batches of 512 and 128, and a transformer block of width 256 with 512 tokens. For the comparison
+"torchao mxfp8" trains with torchao's ``MXFP8Linear``, which emulates MXFP8 too, where it is installed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _NEAREST = "nvfp4; input_gradient=nvfp4 @ nvfp4; weight_gradient=nvfp4 @ nvfp4; 
 _CONTENDERS = {"fp32": "", **{name: name for name in RECIPES}, "nvfp4, Hadamard 128": "nvfp4; hadamard=128"}
 _CONTENDERS |= {f"nvfp4, gradients to the nearest, Hadamard {size}": f"{_NEAREST}{size}" for size in (0, 16)}
 """The recipes of the training steps by their labels; none for fp32."""
+_TORCHAO = "torchao mxfp8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=["float32", "bfloat16", "float16"], action="append", help="default: fp32, bf16"
     )
     parser.add_argument("--training", action="store_true", help="time training steps by each recipe")
+    parser.add_argument("--recipe", action="append", help="a label of --training beside fp32; default: all")
     parser.add_argument("--format", action="append", help="a format as it prints; default: all that have a name")
 
 
@@ -50,9 +53,11 @@ def run(args: argparse.Namespace) -> int:
     limits = {"rounds": args.steps, "min_seconds": args.min_seconds, "max_seconds": args.max_seconds}
     everything: list[Timing] = []
     if args.training:
+        known = _CONTENDERS | ({_TORCHAO: _TORCHAO} if importlib.util.find_spec("torchao") else {})
+        recipes = {label: known[label] for label in ("fp32", *(args.recipe or list(known)[1:]))}
         for name, model, shape in _models(device):
             x = torch.randn(shape, device=device)
-            contenders = [Contender(label, partial(_step, model(), x, recipe)) for label, recipe in _CONTENDERS.items()]
+            contenders = [Contender(label, partial(_step, model(), x, recipe)) for label, recipe in recipes.items()]
             print(f"{name}, backend {backend_for(device)}, {torch.get_num_threads()} threads")
             timings = interleave(contenders, device=device, baseline="fp32", **limits)
             print(table(timings, "fp32"))
@@ -101,13 +106,31 @@ def _models(device: torch.device) -> list[tuple[str, Callable[[], nn.Module], tu
 def _step(model: nn.Module, x: torch.Tensor, recipe: str) -> None:
     if not hasattr(model, "is_prepared"):
         model.is_prepared = True  # type: ignore[assignment]
-        if recipe:
+        if recipe == _TORCHAO:
+            _set_torchao(model)
+        elif recipe:
             amp.set_products(model, f"{recipe}; layers=all")
     model(x).square().mean().backward()
     with torch.no_grad():
         for param in model.parameters():
             param.sub_(param.grad, alpha=1e-3)  # type: ignore[arg-type]
             param.grad = None
+
+
+def _set_torchao(model: nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                bias = child.bias is not None
+                layer = MXFP8Linear(
+                    child.in_features, child.out_features, bias, kernel_preference=KernelPreference.EMULATED
+                )
+                layer.load_state_dict(child.state_dict())
+                setattr(parent, name, layer)
 
 
 def _cast(source: torch.Tensor) -> torch.Tensor:
