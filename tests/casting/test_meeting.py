@@ -415,8 +415,9 @@ def test_a_recorded_model_that_makes_fp32_tensors_is_right(kind: type[nn.Module]
     counts = set()
     for _ in range(5):
         torch.manual_seed(1)
-        found = recorded(x)
-        found.float().square().sum().backward()
+        with torch.jit.optimized_execution(False):  # TorchScript's own derivative of fp16 + fp32 is fp32 for both
+            found = recorded(x)
+            found.float().square().sum().backward()
         counts.add(len(graphs))
     assert len(counts) == 1  # nothing is compiled again
     torch.manual_seed(1)
