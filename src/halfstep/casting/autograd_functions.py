@@ -1,4 +1,4 @@
-"""Inputs of ``torch.autograd.Function``: some functions need others while ops are cast."""
+"""Casts of the inputs of ``torch.autograd.Function``, for functions that op casting would break."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["with_inputs_cast"]
 
 
 def with_inputs_cast(remember: Callable[[Any], Any], own: Any) -> Any:
-    """The replacement of ``torch.autograd.Function.apply``, by which all functions with their own gradient are called.
+    """Make the replacement of ``torch.autograd.Function.apply``, which runs all functions with a custom gradient.
 
     - A reentrant checkpoint recomputes its function under the casting of the forward pass.
-    - The concentration of a Dirichlet sample is cast to fp32, because the gradient has no 16-bit kernel.
-    - ``torch.amp.custom_fwd(cast_inputs=)`` casts only if native autocast is on, and at O2 it is off.
+    - The concentration of a Dirichlet sample is cast to fp32, because its gradient has no 16-bit kernel.
+    - ``torch.amp.custom_fwd(cast_inputs=)`` casts only under native autocast, which is off at O2, so it is done here.
 
     Args:
-        remember: returns its argument, a function, such that it runs under the casting that is current now.
+        remember: wraps a function so that it runs under the current casting.
         own: torch's ``apply``.
     """
 

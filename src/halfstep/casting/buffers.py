@@ -1,4 +1,4 @@
-"""Buffers that are fp32 beside 16-bit weights: a cast would destroy what they hold, or the model updates them."""
+"""Buffers that stay fp32 among 16-bit weights: a cast would destroy their values, or the model updates them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ __all__ = ["POSITIONS", "UpdatedBuffers", "buffers_to_keep"]
 
 
 POSITIONS = re.compile(r"inv_freq|^(freqs?|positions?|timesteps?|timescale)$")
-"""Names of buffers that hold frequencies or positions: an angle is off by their error times the position."""
+"""Names of buffers that hold frequencies or positions, whose rounding error an angle multiplies by the position."""
 
 
 def buffers_to_keep(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The buffers of one module that a cast to a 16-bit dtype would destroy. Reads the device.
+    """Return the buffers of one module that a cast to a 16-bit dtype would destroy. Reads the device.
 
-    - A number would become 0 or inf.
-    - It holds frequencies or positions, by its name, and is not saved.
-    - The module has nothing but buffers that are not saved, such as the tables of rotary embeddings.
+    A buffer is kept if one of these is true:
+
+    - A value would become 0 or inf.
+    - Its name says that it holds frequencies or positions, and it is not persistent.
+    - The module has only buffers that are not persistent, such as the tables of rotary embeddings.
     """
     if dtype.itemsize != 2:
         return {}
@@ -43,7 +45,7 @@ def buffers_to_keep(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Te
 
 
 def _is_destroyed(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True if a number of a buffer becomes 0 or inf in a dtype."""
+    """True if a value in a buffer becomes 0 or inf in a dtype."""
     if type(buffer) is not torch.Tensor or buffer.is_meta:
         return False
     cast = buffer.to(dtype)
@@ -51,7 +53,7 @@ def _is_destroyed(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 class _KeptBuffer(Master):
-    """The fp32 value of a buffer before it was cast. A copy of the model copies both."""
+    """The fp32 value of a buffer from before its cast. A copy of the model copies both."""
 
     def __init__(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
         super().__init__(buffer)
@@ -61,27 +63,28 @@ class _KeptBuffer(Master):
         return type(self), (self.param, self.value)
 
     def read(self) -> torch.Tensor:
-        """The buffer in fp32: with the digits that were kept, where its number is still the cast of these."""
+        """Return the buffer in fp32: each element from the kept value, unless the buffer was written to."""
         return _widened(self.param, self.value)
 
     def write(self, value: torch.Tensor) -> torch.Tensor:
-        """Keep a value that is loaded."""
+        """Keep a loaded value, and return its cast."""
         self.value = value.detach().float().clone()
         return value.to(self.param.dtype)
 
 
 class UpdatedBuffers:
-    """Makes those buffers fp32 that a model updates in its first training pass: running means, codebooks, counters.
+    """Finds the buffers that a model updates in its first training pass, such as running means and codebooks, and
+    converts them to fp32.
 
-    16 bits would lose an update of less than half an ulp. The pass shows which buffers change; these become fp32 when
-    the next training pass begins, as a backward pass may need them before in 16 bits. A buffer that was updated in
-    place keeps its identity, for DistributedDataParallel. Until then this is the keeper of the fp32 values of all
-    buffers that were cast (``master_registry``), so that ``state_dict`` saves and loads them.
+    16 bits would lose updates of less than half an ulp. The buffers that the pass changes become fp32 when the next
+    training pass begins, because the backward pass in between may need the 16-bit values. A buffer that was updated in
+    place keeps its identity, for DistributedDataParallel. Until then this object keeps the fp32 values of all buffers
+    that were cast (``master_registry``), so that ``state_dict`` saves and loads them.
 
     Attributes:
-        kept: the fp32 value of each buffer before the cast.
-        before: the buffers as the first training pass found them, with their versions and values.
-        changed: the buffers that it has changed, as they were; None before its end.
+        kept: the fp32 value of each buffer from before the cast.
+        before: the buffers at the begin of the first training pass, with their versions and values.
+        changed: the buffers that the pass changed, as they were; None before its end.
     """
 
     replicated = False
@@ -93,15 +96,15 @@ class UpdatedBuffers:
         register(self.kept, self)
 
     def find(self, buffer: torch.Tensor) -> Master | None:
-        """The fp32 value of a buffer; None if it was not kept."""
+        """Return the fp32 value of a buffer; None if it was not kept."""
         return self.kept.get(buffer)
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A buffer in fp32."""
+        """Return a buffer in fp32."""
         return self.kept[buffer].read()
 
     def begin(self, model: nn.Module, passes: FirstPasses) -> bool:
-        """Begin a training pass; return True if buffers are in their last dtype from now on."""
+        """Begin a training pass; return True if the dtypes of all buffers are final from now on."""
         if self.changed is None:
             named = model.named_buffers(remove_duplicate=False)
             self.before = {path: (b, b._version, b.clone()) for path, b in named if b in self.kept and is_half(b)}
@@ -114,12 +117,12 @@ class UpdatedBuffers:
             else:
                 owner, _, name = path.rpartition(".")
                 setattr(model.get_submodule(owner), name, wide)
-            passes.ended.clear()  # other dtypes may meet from now on
+            passes.ended.clear()  # ops may now meet new pairs of dtypes
         passes.spared += tuple(self.changed)
         return True
 
     def end(self, model: nn.Module) -> None:
-        """The first training pass has ended."""
+        """End the first training pass: find the buffers that it changed."""
         now = dict(model.named_buffers(remove_duplicate=False))
         self.changed = {
             path: b

@@ -1,9 +1,8 @@
-"""Functions of torch that are written in Python, such as ``F.gumbel_softmax``, run so that the ops inside are cast.
+"""Functions that torch implements in Python, such as ``F.gumbel_softmax``, run so that the ops inside are cast.
 
-torch hands such a function to the mode as a whole, with the mode off. Calling it again with the mode on would hand it
-over again, without end. So a copy of the function runs: the same code, with its module's names, of which the question
-"does a mode want this call?" (``has_torch_function``) is answered with no. The functions that it calls do reach the
-mode.
+torch hands such a function to the mode as a whole, with the mode off. Calling it with the mode on would hand it to the
+mode again, forever. So a copy of the function runs: the same code with its module's globals, except that
+``has_torch_function`` ("does a mode want this call?") returns False. The functions that it calls do reach the mode.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _OPERATORS = {"@": "matmul", "**": "pow", "BINARY_MATRIX_MULTIPLY": "matmul", "B
 
 
 class _Globals(dict[str, Any]):
-    """The names of a module as they are at each look, but for the questions, which are answered with no."""
+    """The current globals of a module, except that ``has_torch_function`` and its variants return False."""
 
     def __init__(self, own: dict[str, Any]) -> None:
         super().__init__(dict.fromkeys(_QUESTIONS, lambda *_: False))
@@ -38,7 +37,7 @@ class _Globals(dict[str, Any]):
 
 
 def is_composite_of(func: Callable[..., Any], listed: frozenset[str]) -> bool:
-    """True if a callable is a function in Python that calls one of the listed ops."""
+    """True if a callable is a Python function that calls one of the listed ops."""
     return (
         isinstance(func, types.FunctionType)
         and has_question(func)
@@ -47,13 +46,13 @@ def is_composite_of(func: Callable[..., Any], listed: frozenset[str]) -> bool:
 
 
 def has_question(func: types.FunctionType) -> bool:
-    """True if a function in Python offers itself to modes."""
+    """True if a Python function asks whether a mode wants its call."""
     return not set(_QUESTIONS).isdisjoint(func.__code__.co_names)
 
 
 @functools.cache
 def _names_inside(func: types.FunctionType) -> frozenset[str]:
-    """The names that a function calls, itself or in other functions of its module."""
+    """Return the names that a function calls, directly or through other functions of its module."""
     seen: set[types.CodeType] = set()
     names: set[str] = set()
     todo = [func]

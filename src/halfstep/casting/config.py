@@ -1,4 +1,4 @@
-"""The casting of ops as a value: the dtype, the lists, the devices, and the emulation."""
+"""``CastingConfig``: a casting of ops as a value, with its dtype, op lists, devices and emulation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["NOTHING", "CastingConfig", "config_of", "derive", "dtype_of"]
 
 
 def config_of(key: str) -> CastingConfig:
-    """The config with a key. Dynamo takes the key for a constant, and cannot do so with the config."""
+    """Return the config with a key. Dynamo can treat the key as a constant, but not the config."""
     settings = ast.literal_eval(key)
     dtype, lists = settings["dtype"], settings["lists"]
     return CastingConfig(**{**settings, "dtype": dtype and parse_dtype(dtype), "lists": lists and OpLists.parse(lists)})
@@ -29,7 +29,7 @@ def config_of(key: str) -> CastingConfig:
 
 @traced_as_constant
 def dtype_of(key: str) -> torch.dtype | None:
-    """The dtype of activations where the config with a key is current; None where it casts nothing."""
+    """Return the dtype of activations under the config with a key; None if it casts nothing."""
     return _dtype_of(key)
 
 
@@ -40,7 +40,7 @@ def _dtype_of(key: str) -> torch.dtype | None:
 
 
 def _present_devices() -> tuple[str, ...]:
-    """The types of the devices of this machine."""
+    """Return the device types of this machine."""
     found = accelerator()
     return ("cpu",) if found in (None, "cpu") else ("cpu", found)
 
@@ -60,31 +60,32 @@ def derive(**settings: Any) -> tuple[str, tuple[str, ...], EmulatedKinds]:
 
 
 class CastingConfig:
-    """The way in which ops are cast.
+    """The settings by which ops are cast.
 
     Args:
-        dtype: the 16-bit dtype of the ops on the half list. None is for scopes that cast nothing: they emulate both.
-            If ops meet, the dtype of the weights, which is fp32 in an island.
-        lists: the lists that give each op its precision. None is the lists of O1, and if ops meet, no lists.
-        enabled: False casts nothing, but for ops on ``lists`` where ops meet.
-        cache: cast each fp32 parameter at most once in a call of the outermost model, or in a block.
+        dtype: the 16-bit dtype of the ops on the half list. None is for scopes that cast nothing: they emulate both
+            16-bit dtypes. With ``meets``, the dtype of the weights, which is fp32 in an island.
+        lists: the lists that give each op its precision. None means the lists of O1, or no lists if not ``enabled``.
+        enabled: False casts nothing, except for ops on ``lists`` under ``meets``.
+        cache: cast each fp32 parameter at most once per call of the outermost model, or per block.
         verbose: log each cast at level INFO of the logger "halfstep".
         allow_banned: run banned ops in fp32 instead of refusing 16-bit inputs.
         devices: types of the devices whose tensors are cast; None means the CPU and the accelerator of this machine.
         emulate: the devices on which 16-bit products run in fp32 kernels; see ``emulation.Emulate``.
-        keeps_autocast: leave a plain ``torch.autocast`` around a model as it is.
-        meets: True to call an op again whose dtypes torch has refused (``meeting``); None means as ``enabled``.
-        products: the recipe by which products round their operands to formats, as a text; see ``halfstep.formats``.
+        keeps_autocast: leave a plain ``torch.autocast`` around a model unchanged.
+        meets: True to call an op again with cast arguments if torch refuses their dtypes (see ``meeting``); None uses
+            the value of ``enabled``.
+        products: the recipe, as text, by which products round their operands; see ``halfstep.formats``.
 
     Attributes:
         settings: the arguments.
-        key: the settings as a text, from which ``config_of`` makes the config again.
-        native: types of the devices on which native autocast does a part of the work.
+        key: the settings as text; ``config_of`` rebuilds the config from it.
+        native: types of the devices on which native autocast does part of the work.
         emulated: the 16-bit ops that run in fp32 kernels.
-        is_noop: True if nothing is done to any op.
+        is_noop: True if it changes no op.
         rules: the first arguments of ``build_table``.
-        plans: the plans by which modes carry it out (``current.plan_of``), for ops that run now and for recorded ops.
-        reaches_later: True if checkpoints and threads follow it, or need not; see ``scope.around_recomputation``.
+        plans: the plans of modes (``current.plan_of``), for ops that run now and for recorded ops.
+        reaches_later: True if checkpoints and threads follow it or do not need to; see ``scope.around_recomputation``.
     """
 
     def __init__(
@@ -124,15 +125,15 @@ class CastingConfig:
         self.rules = lists if enabled or self.meets else None, self.devices, kinds, self.meets, verbose, products
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The machine that reads a pickle says what is emulated there.
+        # The machine that loads a pickle decides what it emulates.
         return functools.partial(type(self), **self.settings), ()
 
 
 @traced_as_constant
 def _key_of(dtype: torch.dtype | None, lists: Any, **settings: Any) -> str:
-    """The key of a config that traced code makes, whose lists are text there.
+    """Return the key of a config that traced code creates; traced code has the lists as text.
 
-    Dynamo calls this, does not look into it, and takes the key for a constant.
+    Dynamo calls this function without tracing it, and treats the key as a constant.
     """
     chosen = OpLists.parse(lists) if isinstance(lists, str) else lists
     return CastingConfig(dtype, chosen, **settings).key

@@ -1,4 +1,4 @@
-"""Tensors in nests of containers."""
+"""Functions that map over the tensors in nested containers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Made", "cast_tree", "items_of", "map_tensors", "tensors_in"]
 
 
 Made = list[tuple[Any, Any, Any]]
-"""An object, its cast, and the items of the cast of a container."""
+"""A list of (object, its cast, the items of the cast if it is a container)."""
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Apply a function to every tensor in lists, tuples and dicts of any depth; anything else stays as it is."""
+    """Apply a function to every tensor in lists, tuples and dicts of any depth; other values are returned unchanged."""
     if isinstance(value, torch.Tensor):
         return function(value)
     kind = type(value)
@@ -34,32 +34,32 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """Every tensor in lists, tuples and dicts of any depth."""
+    """List every tensor in lists, tuples and dicts of any depth."""
     found: list[torch.Tensor] = []
     map_tensors(found.append, values)
     return found
 
 
 def items_of(container: Any) -> dict[Any, Any]:
-    """The items of a list, or a mapping, by index or key; the attributes of any other object."""
+    """Return the items of a list or mapping by index or key, or the attributes of any other object."""
     if isinstance(container, list):
         return dict(enumerate(container))
     return dict(container if isinstance(container, Mapping) else getattr(container, "__dict__", {}))
 
 
 def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[..., Any] | None = None, made: Made | None = None) -> Any:
-    """Cast every floating tensor in a nest of containers; what holds none comes back as the same object.
+    """Cast every floating tensor in nested containers; a container without any is returned as the same object.
 
-    Containers keep their type: lists, tuples, named tuples, sets, mappings of any class, dataclasses,
-    ``PackedSequence``. Another object with a ``to`` method is asked ``value.to(dtype)``, as Apex did.
+    Containers keep their type: lists, tuples, named tuples, sets, mappings of any class, dataclasses and
+    ``PackedSequence``. Any other object with a ``to`` method is cast by ``value.to(dtype)``, as in Apex.
 
     Args:
         value: anything.
         dtype: the dtype of the results.
-        cast: a function that is called with each floating tensor of another dtype, after the number or key of each item
-            in its container; None is ``tensor.to(dtype)``.
-        made: gets each container of which a copy is made, the copy, and the items of the copy. What is in it already
-            is not copied again.
+        cast: a function that casts a floating tensor of another dtype; it gets the index or key in each container,
+            then the tensor. None calls ``tensor.to(dtype)``.
+        made: a list that gets each copied container, the copy, and the items of the copy. Objects in it are not copied
+            again.
     """
     tensor = isinstance(value, torch.Tensor)
     if tensor and (value.dtype == dtype or not value.is_floating_point()):
@@ -111,6 +111,6 @@ def _sequence(kind: Any, items: list[Any]) -> Any:
 
 
 def _changed(items: Mapping[Any, Any], cast: Callable[[Any, Any], Any]) -> dict[Any, Any]:
-    """The items that a cast makes other objects of, cast."""
+    """Return the items that a cast changes, cast."""
     changes = {key: cast(key, item) for key, item in items.items()}
     return {key: item for key, item in changes.items() if item is not items[key]}

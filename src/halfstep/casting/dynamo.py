@@ -1,10 +1,10 @@
-"""The part of op casting that ``torch.compile`` meets: scopes entered while it traces, and functions marked for it.
+"""The part of op casting that ``torch.compile`` sees: scopes entered while it traces, and functions marked for it.
 
-Dynamo follows function modes, also across graph breaks, where it can find them again: they lie in ``_modes``. It does
-not keep native autocast that one hook turns on and another off (torch 2.13: AOTAutograd drops the calls), so the
-tables for models leave nothing to it, and turn it off for each op that it would touch.
+Dynamo follows function modes, also across graph breaks, if it can find them again, so they are kept in ``_modes``. It
+loses native autocast that one hook turns on and another turns off (torch 2.13: AOTAutograd drops the calls). So the
+tables for models do not rely on native autocast, and turn it off for each op that it would cast.
 
-Scopes are traced: they may use attributes of the thread, constants and the stack of modes, and nothing else.
+Dynamo traces the scopes, so they may only use attributes of ``thread``, constants and the stack of modes.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ _modes: dict[str, CastMode] = {}
 
 
 def not_by_itself(hook: F) -> F:
-    """Mark a hook: Dynamo follows it inside of what it compiles, but compiles neither it nor its callees alone.
+    """Mark a hook so that Dynamo traces it within a compiled call, but never compiles it or its callees on their own.
 
-    Where a whole module call is compiled, its hooks are a part of that. But of a module of the user's Dynamo compiles
-    ``forward``, and each hook as a program of its own (torch 2.13): there a hook must put things in force for real.
+    If a whole module call is compiled, its hooks are part of the graph. But for ``torch.compile(module)`` Dynamo
+    compiles ``forward``, and each hook as a separate program (torch 2.13); there the hook must run in Python.
     """
     set_code_exec_strategy(hook.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
     return hook
 
 
-# Where Dynamo skips a frame, as that of an LSTM, it would compile each call of the mode as a program of its own.
+# If Dynamo skips a frame, such as an LSTM's, it would compile each call of the mode as a separate program.
 not_by_itself(CastMode.__torch_function__)
 
 
 def eager(function: F) -> F:
-    """Mark a function that handles gradients or steps: Dynamo does not look into it and runs it as it is.
+    """Mark a function that handles gradients or steps, so that Dynamo runs it without tracing it.
 
-    As ``torch.compiler.disable``, whose wrapper costs some microseconds a call (torch 2.13).
+    This is ``torch.compiler.disable`` without its wrapper, which costs some microseconds per call (torch 2.13).
     """
     return not_by_itself(never_traced(function, "halfstep handles gradients and steps as they are"))
 
 
 @traced_as_constant
 def _prepare_mode(key: str, explicit: bool) -> str:
-    """Have the mode of a casting ready. Dynamo calls this while it traces, and does not look into it."""
+    """Create the mode of a casting. Dynamo calls this function while it traces, without tracing it."""
     name = f"{key} {explicit}"
     if name not in _modes:
         mode = _modes[name] = CastMode()
@@ -70,7 +70,7 @@ def _prepare_mode(key: str, explicit: bool) -> str:
 
 
 def enter_scope(casting: CastingConfig) -> None:
-    """Put a casting of the user's in force, in a ``with`` block: there a newer Dynamo keeps native autocast too."""
+    """Enter a user's ``with`` block, in which a newer Dynamo also keeps native autocast."""
     explicit = not tracer_follows_autocast()
     mode = _modes[_prepare_mode(casting.key, explicit)]
     devices = () if explicit else [device for device in mode.config.devices if device in NATIVE]
@@ -79,7 +79,7 @@ def enter_scope(casting: CastingConfig) -> None:
 
 
 def enter_model(casting: CastingConfig) -> None:
-    """Put the casting of a model in force, unless it is already, or an explicit scope around it decides."""
+    """Enter the casting of a model, unless it is already current or an explicit scope around the model decides."""
     # In Dynamo of torch 2.11 is_exporting() is always true.
     if thread.explicit or (is_current(casting) and (casting.is_noop or not torch.compiler.is_exporting())):
         thread.traced.append(None)

@@ -1,9 +1,9 @@
-"""The first passes of a model with 16-bit weights show whether dtypes meet in it.
+"""The record of a model's first passes, which decides whether its ops need the function mode of ``meeting``.
 
-A function mode costs a call for each op, and most models never mix dtypes. So the mode in which ops meet (``meeting``)
-is on in the first passes of each kind of call. If no op was refused in these, passes of that kind go on without it; if
-one was, it stays on for the model. A kind of call is what chooses another way through ``forward``: training or not,
-with gradients or not, and the types, dtypes and numbers of dimensions of the arguments.
+A function mode costs a Python call per op, and most models never mix dtypes. So the mode is on in the first passes of
+each kind of call. If torch refuses no op in them, later passes of that kind run without the mode; otherwise the mode
+stays on for the model. Calls of one kind take the same path through ``forward``: they agree in training mode, grad
+mode, and the types, dtypes and dimensions of the arguments.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from .scope import OpCasting, enter, leave
 __all__ = ["FirstPasses"]
 
 PASSES = 3
-"""The number of passes of a kind in which the mode is on."""
+"""The number of first passes of each kind in which the mode is on."""
 
 _REFUSALS = ("dtype", "scalar type", "not implemented for", "same type", "converted to type", "Float but expected")
-"""Words in torch's errors about dtypes."""
+"""Phrases in torch's errors about dtypes."""
 
 
 class FirstPasses:
-    """The record of what the first passes of one model have shown; copies of the model share it.
+    """The record of the first passes of one model, which copies of the model share.
 
     Args:
-        casting: the casting of the model, in which ops meet.
+        casting: the casting of the model, with ``meets``.
         always: keep the mode on, even if the first passes do not need it.
-        spared: names of buffers that have stayed fp32.
+        spared: names of buffers that stayed fp32.
 
     Attributes:
         on: True if the mode is on in every pass.
-        ended: the number of passes of each kind that have ended without an error, up to ``PASSES``.
+        ended: the number of passes of each kind that ended without an error, up to ``PASSES``.
         plain: the casting of the model without the mode.
     """
 
@@ -49,11 +49,11 @@ class FirstPasses:
         self.follow(casting)
 
     def recorded(self) -> OpCasting:
-        """The casting of a pass that a compiler records: in a model that has not shown anything yet, ops meet."""
+        """Return the casting of a pass that a compiler records; before the first passes it includes the mode."""
         return self.casting if self.on or PASSES not in self.ended.values() else self.plain
 
     def follow(self, casting: OpCasting) -> None:
-        """The casting of the model is another one."""
+        """Follow a new casting of the model."""
         self.casting = casting
         self.plain = OpCasting(**{**casting.settings, "meets": False})
         self.on = self.on or bool(casting.emulated)
@@ -61,7 +61,7 @@ class FirstPasses:
     def begin(
         self, name: str, model: Any, args: Any, kwargs: Any, owner: Any, frame: Any = None, *, foreign: bool = False
     ) -> Scope:
-        """Begin a call of a method of the model. The first calls of each kind are watched.
+        """Begin a call of a method of the model, and watch it if it is among the first of its kind.
 
         Args:
             name: the name of the method.
@@ -70,7 +70,7 @@ class FirstPasses:
             kwargs: the keyword arguments, cast.
             owner: see ``enter``.
             frame: see ``enter``.
-            foreign: True if weights in another dtype stand for the model's own, so that ops must meet.
+            foreign: True if weights in another dtype replace the model's own, so that the mode must be on.
         """
         names = sorted(kwargs)
         arguments = [
@@ -84,7 +84,7 @@ class FirstPasses:
         return scope
 
     def end(self, scope: Scope, error: BaseException | None = None) -> None:
-        """End a call. If it was watched, it has shown if ops were called again in it."""
+        """End a call. A watched call turns the mode on for good if an op was retried in it."""
         if scope.watched is None:
             if not self.on:
                 self.note_refusal(error)
@@ -94,7 +94,7 @@ class FirstPasses:
             self.ended[kind] = min(self.ended[kind] + 1, PASSES)
 
     def run(self, method: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call a method of the model other than ``forward``. Its arguments are not cast."""
+        """Call a method of the model other than ``forward``, without casting its arguments."""
         scope = self.begin(method.__name__, model, args, kwargs, object())
         try:
             result = method(model, *args, **kwargs)
@@ -107,7 +107,7 @@ class FirstPasses:
         return result
 
     def note_refusal(self, error: BaseException | None) -> None:
-        """A pass without the mode has failed. If torch has refused dtypes, the mode is on from now on."""
+        """Turn the mode on for good if a pass without it failed because torch refused dtypes."""
         if isinstance(error, RuntimeError) and any(word in str(error) for word in _REFUSALS):
             self.on = True
             if hasattr(error, "add_note"):  # Python 3.11
@@ -115,7 +115,7 @@ class FirstPasses:
 
 
 _NOTE = (
-    "halfstep: in its first passes this model had mixed no dtypes, so ops in it were not looked at any more. From now "
-    "on they are cast where their dtypes differ: call the model again. cast_ops=True (amp.initialize, amp.decorate, "
-    "Policy) casts them in every pass."
+    "halfstep: this model mixed no dtypes in its first passes, so halfstep had stopped checking its ops. From now on "
+    "it casts ops whose dtypes differ: call the model again. cast_ops=True (amp.initialize, amp.decorate, Policy) "
+    "checks ops in every pass."
 )

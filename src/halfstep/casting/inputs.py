@@ -1,7 +1,7 @@
-"""The inputs of a model with 16-bit weights: how they are cast, and what the model writes to them.
+"""Casts of the inputs of a model with 16-bit weights, and the way back for values that the model writes to them.
 
-Finite numbers stay finite, so that a row hidden by a mask of the lowest fp32 number has a softmax in 16 bits, too. An
-input that requires gradients is an activation of another model: its overflow becomes an infinity, as inside a model.
+Finite values stay finite, so that a row that is masked with the lowest fp32 number still has a softmax in 16 bits. An
+input that requires gradients is an activation of another model, so its overflow becomes inf, as it would in a model.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ __all__ = ["ModelInputs", "ModuleInputs", "write_back"]
 logger = logging.getLogger("halfstep")
 
 _MOST_DIMENSIONS = 2
-"""Time steps and positions have no more: images, features and states that hold integers are rounded."""
+"""The most dimensions of time steps and positions. Images, features and states that hold integers are rounded."""
 
 _LARGEST_INTEGER = 2.0**24
-"""All floats beyond are integers, and fp32 has not all of those: they are masks, or mean infinity."""
+"""Beyond it fp32 cannot represent every integer, so larger values are masks or stand for infinity."""
 
 Place = tuple[tuple[Any, ...], int]
-"""The place of an input: a number or name for each container around it; and its number of dimensions."""
+"""The place of an input: its index or key in each container around it, and its number of dimensions."""
 
 
 class ModuleInputs:
-    """Casts of the inputs of a module inside of a model, whose inputs are activations.
+    """Casts of the inputs of a module inside a model, which are activations.
 
     Args:
         dtype: the dtype of the weights.
 
     Attributes:
-        stays: inputs that held integers beyond the exact ones of the weights' dtype, as time steps do. They stay fp32.
-        looked: the modes (training or not) whose first pass has been looked at for such integers. A look in every pass
-            would let a dtype depend on a late batch, and a device would have to wait for it.
+        stays: inputs that stay fp32, because they held integers that the weights' dtype cannot represent, such as time
+            steps.
+        looked: the modes (training or not) whose first pass was checked for such integers. Checking every pass would
+            make a dtype depend on a later batch, and wait for the device each time.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -50,14 +51,14 @@ class ModuleInputs:
         self.looked: set[bool] = set()
 
     def cast(self, args: Any, kwargs: Any, training: bool | None, made: Made | None) -> tuple[Any, Any]:
-        """The arguments of a call, in which floating tensors have the dtype of the weights, or stay fp32.
+        """Return the arguments of a call with floating tensors cast to the dtype of the weights.
 
         Args:
             args: the positional arguments.
             kwargs: the keyword arguments.
-            training: the mode of the model. The first pass in each is looked at for integers that the dtype does not
-                have; None looks at none.
-            made: gets what was cast, and the casts, for ``write_back``; None where Dynamo traces.
+            training: the mode of the model. The first pass in each mode is checked for integers that the dtype cannot
+                represent; None checks nothing.
+            made: a list that gets the inputs and their casts, for ``write_back``; None while Dynamo traces.
         """
         args = tuple([cast_tree(each, self.dtype) for each in args])
         return args, cast_tree(kwargs, self.dtype) if kwargs else kwargs
@@ -67,7 +68,7 @@ class ModelInputs(ModuleInputs):
     """Casts of the inputs of a model; copies of the model share them."""
 
     def cast(self, args: Any, kwargs: Any, training: bool | None, made: Made | None) -> tuple[Any, Any]:
-        """Cast the arguments, keeping finite numbers finite; ``made`` gets the casts, for ``write_back``."""
+        """Cast the arguments, keeping finite values finite; ``made`` gets the casts, for ``write_back``."""
         cast = partial(self._cast, made, training is not None and training not in self.looked)
         args = tuple([cast_tree(each, self.dtype, partial(cast, place), made) for place, each in enumerate(args)])
         kwargs = cast_tree(kwargs, self.dtype, cast, made) if kwargs else kwargs
@@ -76,7 +77,7 @@ class ModelInputs(ModuleInputs):
         return args, kwargs
 
     def _cast(self, made: Made | None, look: bool, *place_and_tensor: Any) -> torch.Tensor:
-        """A floating tensor, after a number or name for each container around it."""
+        """Cast a floating tensor, which follows its index or key in each container around it."""
         *place, tensor = place_and_tensor
         dtype, key, traced = self.dtype, (tuple(place), tensor.dim()), is_traced()
         own = type(tensor) is torch.Tensor and not (traced or tensor.is_meta)
@@ -92,7 +93,7 @@ class ModelInputs(ModuleInputs):
         if not own or made is None:
             return narrow(tensor, dtype)
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # tensors of that mode do not say whether they were written
+            with torch.inference_mode(False):  # inference tensors have no version that would show a write
                 cast = narrow(tensor.detach(), dtype)
         else:
             cast = narrow(tensor, dtype)
@@ -101,7 +102,7 @@ class ModelInputs(ModuleInputs):
 
 
 def _holds_large_integers(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True for integers beyond the exact ones of a dtype. Reads the device, unless a CUDA graph is captured."""
+    """True for integers that a dtype cannot represent exactly. Reads the device, unless a CUDA graph is captured."""
     captured = values.is_cuda and torch.cuda.is_current_stream_capturing()
     if values.dtype is not torch.float32 or values.dim() > _MOST_DIMENSIONS or not values.numel() or captured:
         return False
@@ -110,10 +111,10 @@ def _holds_large_integers(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def write_back(casts: Made) -> None:
-    """Copy to the inputs, after a pass, what the model has written to their casts, and nothing else.
+    """Copy to the inputs, after a pass, the values that the model wrote to their casts, and nothing else.
 
-    An empty input becomes as large as its cast, as an empty ``out=`` tensor does. No other input gets another shape.
-    Items that the model has put into a list, a mapping or a data class are put into the given container as they are.
+    An empty input is resized to its cast, like an empty ``out=`` tensor; no other input changes its shape. Items that
+    the model put into a list, mapping or dataclass are put into the caller's container unchanged.
     """
     given = {id(cast): value for value, cast, _ in casts}
     for value, cast, before in casts:

@@ -1,7 +1,7 @@
-"""``binary_cross_entropy`` of a 16-bit sigmoid is computed in fp32 from what the sigmoid was given.
+"""``binary_cross_entropy`` of a 16-bit sigmoid, which is computed in fp32 from the logits, the sigmoid's input.
 
-In 16 bits a sigmoid is 1 from about 6 (bfloat16) or 8 (float16) on, where the logarithm and the gradient of the loss
-are infinite. The number before the sigmoid still has all digits.
+A 16-bit sigmoid rounds to 1 for inputs above about 6 (bfloat16) or 8 (float16), which makes the logarithm and the
+gradient of the loss infinite. The logits have not lost that information.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .rules import without_native
 __all__ = ["from_logits", "remember_logits"]
 
 _MOST = 4
-"""The number of latest sigmoids that a thread remembers: each keeps its argument until it is freed."""
+"""The number of recent sigmoids that a thread remembers; each keeps its input alive until its result is freed."""
 
 
 def remember_logits(mode: CastMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sigmoid, whose 16-bit argument ``from_logits`` may ask for."""
+    """Compute a sigmoid, and remember its 16-bit input for ``from_logits``."""
     result = func(*args, **kwargs)
     if result.dtype in HALF_DTYPES:
         given = args[0] if args else kwargs["input"]
@@ -38,7 +38,7 @@ def remember_logits(mode: CastMode, func: Callable[..., Any], args: tuple[Any, .
 
 
 def from_logits(otherwise: Rule, mode: CastMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``F.binary_cross_entropy`` of a sigmoid, unless either was written to meanwhile. The gradient passes by it."""
+    """Compute the loss of a sigmoid from its logits, which get the gradient, unless either was written to since."""
     first = args[0] if args else kwargs["input"]
     _, logits, *versions = mode.logits.get(id(first), (None, None))
     if logits is None or versions != [version_of(first), version_of(logits)] or not mode.casts(first):

@@ -1,8 +1,8 @@
-"""Ops that torch refuses for the dtypes of their arguments: they are called again with dtypes that agree.
+"""Retries of ops that torch refuses because of the dtypes of their arguments.
 
-The op lists name the ops that need a cast. There are others in which torch refuses a 16-bit tensor beside an fp32 one,
-as an assignment ``x[mask] = y`` does, or 16 bits alone, for which it has no kernel. It refuses dtypes before
-it computes or writes anything, so a second call repeats nothing. Nothing is done to a call that torch takes.
+The op lists name the ops that need a cast. Other ops refuse a 16-bit tensor together with an fp32 tensor, such as an
+assignment ``x[mask] = y``, or have no 16-bit kernel. torch checks dtypes before it computes or writes anything, so
+calling the op again with matching dtypes repeats no work. Calls that torch accepts are not changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FILLS = (*_ASSIGNMENTS, "fill")
 
 
 def call_again(mode: CastMode, rule: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """Call an op again that was refused, with its fp32 and 16-bit arguments in one dtype after another.
+    """Retry an op that torch refused, with its fp32 and 16-bit arguments cast to one dtype after another.
 
     Args:
         mode: the mode; tensors on its devices are cast.
@@ -43,7 +43,7 @@ def call_again(mode: CastMode, rule: Any, func: Any, args: Any, kwargs: dict[str
         kwargs: the keyword arguments of the call.
 
     Returns:
-        True if torch took a call, and what the call returned.
+        True if torch accepted a retry, and its result.
     """
     taken, result = _call_again(mode, rule, func, args, kwargs)
     _, recorded, *_ = numbers if isinstance(numbers := mode.plan.recorded.get(func), tuple) else (None, numbers)
@@ -135,12 +135,12 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _met(
     rule: Rule, otherwise: Rule | None, mixed: bool, mode: CastMode, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Cast a call that torch refuses, or whose result or gradient is wrong, and count it.
+    """Cast and count a call that torch refuses, or whose result or gradient is wrong.
 
     Args:
-        rule: casts it.
-        otherwise: the rule of a call that is not cast; None calls the op as it is.
-        mixed: True if only a 16-bit tensor beside an fp32 one is cast.
+        rule: the rule that casts it.
+        otherwise: the rule for calls that are not cast; None calls the op unchanged.
+        mixed: True to cast only calls with both 16-bit and fp32 tensors.
         mode: the mode.
         func: the op.
         args: the arguments of the call.
@@ -154,15 +154,15 @@ def _met(
 
 
 def refused_rule(name: str, inplace: bool, otherwise: Rule | None) -> Rule | None:
-    """Return the rule of a recorded op, which cannot be called again when it runs.
+    """Return the rule of a recorded op, which cannot be retried when it runs.
 
-    The row of the op says what torch refuses, and which ops it takes with a wrong result or gradient. An op on no list
-    is left alone unless torch has no kernel for it.
+    The row of the op says which dtypes torch refuses, and for which ops it gives a wrong result or gradient. An op on
+    no list is not cast unless torch has no kernel for it.
 
     Args:
         name: the name of the op.
         inplace: True if it writes to its first argument.
-        otherwise: the rule of a call that torch takes.
+        otherwise: the rule for calls that torch accepts.
     """
     op = refused_row(row_of(name), inplace)
     read = read_in(op, inplace)
@@ -175,7 +175,7 @@ def refused_rule(name: str, inplace: bool, otherwise: Rule | None) -> Rule | Non
 
 
 def _unless_half(rule: Rule, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """A norm: torch takes 16 bits with the fp32 weights of a norm, and refuses fp32 with 16-bit weights."""
+    """Cast a norm unless its input has 16 bits: torch accepts 16-bit inputs with fp32 weights, but not the reverse."""
     if (args[0] if args else kwargs["input"]).dtype not in HALF_DTYPES:
         return rule(mode, func, args, kwargs)
     return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)

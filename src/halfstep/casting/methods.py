@@ -1,7 +1,7 @@
-"""The public methods and properties of a model with 16-bit weights, in which ops meet as in its ``forward``.
+"""The public methods and properties of a model with 16-bit weights, which cast ops as its ``forward`` does.
 
-They run without the hooks of ``forward``. So the model gets a subclass of its class, made on the fly, whose methods ask
-what the first passes have shown. Copies and pickles have it too, and other models of the class do not.
+They run without the hooks of ``forward``. So the model gets a dynamic subclass of its class, whose methods consult the
+record of the first passes. Copies and pickles have the subclass too; other models of the class do not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FRAMEWORKS = ("accelerate", "builtins", "lightning", "peft", "pytorch_lightning
 
 
 class _Watched(Mixin):
-    """The base of such a subclass: it makes copies and pickles."""
+    """The base of the dynamic subclasses, which makes them copyable and picklable."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -37,7 +37,7 @@ class _Watched(Mixin):
 
 
 def watch_methods(model: nn.Module) -> None:
-    """Let ops meet in the public methods and properties of a model's own class."""
+    """Cast ops in the public methods and properties of a model's own class."""
     if not isinstance(model, _Watched):
         watched = dict(_watched_names(type(model)))
         if watched:
@@ -45,19 +45,19 @@ def watch_methods(model: nn.Module) -> None:
 
 
 def unwatch_methods(model: nn.Module) -> None:
-    """Give a model its class again."""
+    """Restore the class of a model."""
     object.__setattr__(model, "__class__", superclass_of(type(model), _Watched))
 
 
 def _remake(make: Callable[..., Any], *args: Any) -> Any:
-    """A copy, or a model from a pickle."""
+    """Build a copy, or a model from a pickle."""
     model = make(*args)
     watch_methods(model)
     return model
 
 
 def _watched_names(base: type) -> Iterator[tuple[str, Any]]:
-    """The methods and properties of a class that are watched, by name."""
+    """Yield the name and the wrapper of each method and property of a class that is watched."""
     for name in dir(base):
         owner = next((cls for cls in base.__mro__ if name in vars(cls)), base)
         framework = owner.__module__.partition(".")[0] in _FRAMEWORKS
@@ -76,7 +76,7 @@ def _watched_names(base: type) -> Iterator[tuple[str, Any]]:
 
 
 def _watched(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A method in which ops meet where the first passes have shown that they must."""
+    """Wrap a method so that it runs under the casting that the first passes chose."""
 
     @functools.wraps(own)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
 """The tensors that an emulated product keeps for its backward pass: 16-bit operands, not the fp32 ones of its kernel.
 
-A widened operand says no more than the 16-bit tensor that it was made of. So the latter is kept, and widened again when
-autograd asks for it: the backward pass gets the same numbers with the same strides. One pair of hooks on saved tensors
-around the kernel does this for every op. Hooks of the user's that are on meanwhile get the 16-bit tensor.
+A widened operand carries no more information than its 16-bit tensor. So autograd keeps the 16-bit tensor, which is
+widened again when the backward pass needs it, with the same values and strides. One pair of saved-tensor hooks around
+the kernel does this for every op. Saved-tensor hooks of user code that are active at the same time get the 16-bit
+tensor.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ from ..torch_internals import torch_compat
 __all__ = ["MIN_ELEMENTS", "STEPWISE", "Kept", "Operand", "run_node", "run_product", "version_of"]
 
 MIN_ELEMENTS = 2**12
-"""A smaller operand stays wide: its 16 KiB are not worth the calls of the hooks."""
+"""Smaller operands are kept in fp32: calling the hooks costs more than their 16 KiB are worth."""
 
 _REARRANGING = ("product", "convolution")
-"""Classes of ops that may save a copy of an operand in another order. Ops of another class save what they have
-computed."""
+"""Kinds of ops that may save an operand copied to another memory order. Ops of other kinds save computed values."""
 
 STEPWISE = {op.name for op in OPS.values() if op.kind == "recurrent"} - {"lstm", "mkldnn_rnn_layer"}
-"""Recurrent ops that torch runs step by step: they keep what they compute in each step, and not much else. With hooks
-they kept 0.06 to 0.15 of fp32's bytes less, and took 1.15 to 1.25 times as long (GRU and LSTMCell on a CPU)."""
+"""Recurrent ops that torch runs step by step, saving mostly the values computed in each step. With hooks they save only
+6 to 15 % of the fp32 memory and take 1.15 to 1.25 times as long (GRU and LSTMCell on a CPU)."""
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -40,15 +40,14 @@ class Operand:
     """A 16-bit tensor that a product reads in fp32.
 
     Args:
-        half: the 16-bit tensor, in its graph.
-        shared: True if other products read the same widened tensor, as they do with a weight.
-        wide: the widened tensor, if it is there already.
+        half: the 16-bit tensor, attached to its graph.
+        shared: True if several products read the same widened tensor, as with a weight.
+        wide: the widened tensor, if it already exists.
 
     Attributes:
-        half: out of the graph, with the memory and the version that it has there.
-        wide: the fp32 tensor, in the graph, while a product runs. The widened tensor of a weight stays, because all
-            products read it and gradients add up there in fp32. It has no memory between the first product and the
-            second.
+        half: the 16-bit tensor, detached; it shares memory and version with the original.
+        wide: the fp32 tensor, attached to the graph, while a product runs. The widened tensor of a weight remains,
+            because all products read it and gradients accumulate on it in fp32; between products it holds no memory.
     """
 
     __slots__ = ("_again", "_reads", "half", "saves", "shared", "wide")
@@ -62,21 +61,21 @@ class Operand:
         self._again: Tensor | None = None
 
     def read(self) -> Tensor:
-        """The widened tensor, for one product more."""
+        """Return the widened tensor for another product."""
         self._reads += 1
         if self._reads > 1 and self.wide.shape != self.half.shape:
             self.wide.data = self.half.float()
         return self.wide
 
-    def let_go(self) -> None:
-        """Free the widened tensor after a product: autograd keeps this until the backward pass."""
+    def release(self) -> None:
+        """Free the widened tensor after a product; autograd keeps this operand until the backward pass."""
         if not self.shared:
             del self.wide
         elif self._reads == 1 and type(self.wide) is Tensor:
             self.wide.data = _NOTHING
 
     def widened(self) -> Tensor:
-        """The widened tensor as the backward pass needs it, which is kept for others if there were several products."""
+        """Return the widened tensor for the backward pass; several products share one copy."""
         if self.saves < 2:
             return self.half.float()
         if self._again is None:
@@ -85,16 +84,16 @@ class Operand:
 
 
 Kept = dict[int, Operand]
-"""The operands of one product, by the identity of the widened tensor."""
+"""The operands of one product, by the ``id`` of the widened tensor."""
 
 
 class _Packed(NamedTuple):
-    """The value that autograd keeps instead of a tensor.
+    """The value that autograd saves in place of a tensor.
 
     Attributes:
-        kept: the operand of which the tensor is made again, or a tensor that is given back as it is.
+        kept: the operand from which ``_unpack`` rebuilds the tensor, or the tensor itself.
         version: the version of ``kept``, which must not change.
-        view: the place of the tensor in the widened operand; None if it is all of it.
+        view: the view of the widened operand that the tensor is; None for the whole operand.
     """
 
     kept: Operand | Tensor
@@ -102,14 +101,14 @@ class _Packed(NamedTuple):
     view: _View | None = None
 
 
-class _Handed(NamedTuple):
-    """The value that autograd keeps if a hook of the user's has got the 16-bit tensor.
+class _UserPacked(NamedTuple):
+    """The value that autograd saves if a user's pack hook got the 16-bit tensor.
 
     Attributes:
-        unpack: the user's other hook.
-        packed: the argument of that hook.
-        layout: sizes and strides of the widened operand; None gives back what the hook gives.
-        view: as of ``_Packed``.
+        unpack: the user's unpack hook.
+        packed: the result of the user's pack hook.
+        layout: sizes and strides of the widened operand; None returns the result of ``unpack`` unchanged.
+        view: see ``_Packed``.
     """
 
     unpack: Callable[[Any], Tensor]
@@ -119,11 +118,11 @@ class _Handed(NamedTuple):
 
 
 def run_product(call: Callable[[], Any], kept: Kept, half: torch.dtype, kind: str) -> Any:
-    """Call an op with widened operands, and keep the 16-bit ones for its backward pass.
+    """Call an op with widened operands, and keep the 16-bit tensors for its backward pass.
 
     Args:
-        call: calls the op.
-        kept: the operands among its arguments; empty afterwards.
+        call: a function that calls the op.
+        kept: the operands among its arguments; emptied by the call.
         half: the 16-bit dtype.
         kind: the kind of the op; see ``core.oplists.tables.Op``.
     """
@@ -132,17 +131,17 @@ def run_product(call: Callable[[], Any], kept: Kept, half: torch.dtype, kind: st
             return call()
         outer = torch_compat.saved_hooks()
 
-        def pack(tensor: Tensor) -> _Packed | _Handed:
+        def pack(tensor: Tensor) -> _Packed | _UserPacked:
             operand, view = _operand_of(tensor, kept, half, kind)
             if outer is None:
                 if operand is None:
                     return _Packed(tensor.detach(), version_of(tensor))
                 operand.saves += 1
                 return _Packed(operand, version_of(operand.half), view)
-            hand, take_back = outer
+            user_pack, user_unpack = outer
             if operand is None:
-                return _Handed(take_back, hand(tensor))
-            return _Handed(take_back, hand(operand.half), (operand.wide.shape, operand.wide.stride()), view)
+                return _UserPacked(user_unpack, user_pack(tensor))
+            return _UserPacked(user_unpack, user_pack(operand.half), (operand.wide.shape, operand.wide.stride()), view)
 
         torch_compat.push_saved_hooks(pack, _unpack)
         try:
@@ -151,20 +150,20 @@ def run_product(call: Callable[[], Any], kept: Kept, half: torch.dtype, kind: st
             torch_compat.pop_saved_hooks()
     finally:
         for operand in kept.values():
-            operand.let_go()
-        kept.clear()  # autograd keeps `pack`, too
+            operand.release()
+        kept.clear()  # autograd keeps `pack` alive
 
 
 def run_node(
     op: Callable[..., Any], name: str, halves: Sequence[Tensor], wides: Sequence[Tensor], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call an op of a captured graph, whose arguments have been widened there, and keep the 16-bit tensors.
+    """Call an op of a captured graph, in which its arguments were widened, and keep the 16-bit tensors.
 
     Args:
         op: the op.
         name: the name of the op.
         halves: the 16-bit tensors.
-        wides: the same, widened, as they are among the arguments.
+        wides: the widened tensors, which are among the arguments.
         args: the arguments.
         kwargs: the keyword arguments.
     """
@@ -176,7 +175,7 @@ def run_node(
 
 
 def _operand_of(tensor: Tensor, kept: Kept, half: torch.dtype, kind: str) -> tuple[Operand | None, _View | None]:
-    """The operand that has the numbers of a tensor, and where they lie in it; None if 16 bits do not have them."""
+    """Return the operand that has the values of a tensor, and their view in it; None if 16 bits cannot hold them."""
     operand = kept.get(id(tensor))
     if operand is not None or tensor.dtype is not torch.float32:
         return operand, None
@@ -191,18 +190,18 @@ def _operand_of(tensor: Tensor, kept: Kept, half: torch.dtype, kind: str) -> tup
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """Return how often a tensor was written to; None for a tensor of inference mode, which has no version."""
+    """Return the version of a tensor, which counts in-place writes; None for an inference tensor, which has none."""
     return None if tensor.is_inference() else tensor._version
 
 
-def _unpack(packed: _Packed | _Handed) -> Tensor:
-    """The tensor again.
+def _unpack(packed: _Packed | _UserPacked) -> Tensor:
+    """Rebuild a saved tensor.
 
     Raises:
-        RuntimeError: what was kept has been written to, in torch's words.
+        RuntimeError: torch's error about a saved tensor that was modified in place.
     """
     view = packed.view
-    if isinstance(packed, _Handed):
+    if isinstance(packed, _UserPacked):
         tensor = packed.unpack(packed.packed)
         if packed.layout is None:
             return tensor

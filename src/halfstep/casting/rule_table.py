@@ -1,4 +1,4 @@
-"""The table of rules: for each callable of torch, what is done to its calls under a choice of op lists."""
+"""The table of rules: for each callable of torch, the rule that casts its calls under some op lists."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def build_table(
     explicit: bool,
     recorded: bool,
 ) -> dict[Callable[..., Any] | str, Rule | ByNumbers]:
-    """The rule of each callable of torch under some lists; callables to leave alone are not in it.
+    """Build the table of the rules of torch's callables under some lists. Callables without a rule are not cast.
 
-    Methods that ``torch.Tensor`` has in Python are in it under their names too (``method_name``), and ops called as
-    ``torch.ops.aten.mm`` only under theirs in the dispatcher, ``aten::mm``.
+    Methods that ``torch.Tensor`` has in Python are also keyed by their names (``method_name``). Ops called as
+    ``torch.ops.aten.mm`` are keyed by their dispatcher names only, ``aten::mm``.
 
     Args:
-        lists: None casts nothing.
-        devices: types of the devices that are cast on.
-        kinds: the classes of ops that are emulated somewhere.
-        meets: True to call ops again that torch has refused. Ops that it ought to refuse have a rule then.
-        verbose: log casts; native autocast cannot.
-        products: the recipe by which products round their operands; None for none.
-        explicit: leave nothing to native autocast, which may be on or off, for other lists.
-        recorded: True if ops are recorded, to run later. Then they cannot be called again, and with ``meets`` the ops
-            that torch refuses have a rule.
+        lists: the op lists; None casts nothing.
+        devices: the device types on which ops are cast.
+        kinds: the kinds of ops that are emulated on one of the devices.
+        meets: True to retry ops that torch refuses. Ops that torch should refuse but does not get a rule.
+        verbose: log casts, which native autocast cannot do.
+        products: the recipe by which products round their operands; None rounds none.
+        explicit: True to leave nothing to native autocast, because it may be off, or on for other lists.
+        recorded: True if ops are recorded to run later. They cannot be retried then, so with ``meets`` the ops that
+            torch refuses get a rule.
     """
     if (lists is None or lists.level == "native") and not (kinds or explicit or meets or products):
         return {}
@@ -74,9 +74,11 @@ def build_table(
     bare, casts = lists is None or lists.level == "none", lists is not None or meets
     table: dict[Callable[..., Any] | str, Rule | ByNumbers] = {}
     for func, (name, inplace) in spellings().items():
-        # 2 / x is written as x.reciprocal() * 2, and native autocast runs reciprocal in fp32 on CUDA.
+        # torch computes 2 / x as x.reciprocal() * 2, and native autocast on CUDA runs reciprocal in fp32.
         rule: Any = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
-        known = ("none", "one") if recorded else ("wrong", "one")  # eagerly torch says itself that it has no kernel
+        known = (
+            ("none", "one") if recorded else ("wrong", "one")
+        )  # in eager mode torch itself refuses if it has no kernel
         asked = meets and row(name).reason != "custom" and (bare or (recorded and rule is None and not inplace))
         if asked and (row(name).kernels in known or (recorded and bare)):
             rule = refused_rule(name, inplace, rule)
@@ -113,12 +115,12 @@ def build_table(
 def _cast_rule(
     op: Op, inplace: bool, natively: set[str], lists: OpLists | None, explicit: bool, verbose: bool
 ) -> Rule | None:
-    """The rule that casts an op as its row says, given the rules of native autocast; None if nothing is to do."""
+    """Return the rule that casts an op, given its row and the rules of native autocast; None if no cast is needed."""
     level = lists.level if lists is not None else "none"
     if level in ("native", "none") and op.reason != "custom":
         return rules.without_native if explicit and level == "none" and natively != {"free"} else None
     if explicit and natively != {"free"}:
-        natively |= {"half", "float"}  # it must be off, whatever the op is
+        natively |= {"half", "float"}  # native autocast must be off for any op
     name, read = op.name, read_in(op, inplace)
     if inplace:
         if read == FLOAT:
@@ -133,7 +135,7 @@ def _cast_rule(
     off = bool(op.inside or natively & {"half", "banned"})
     if op.list == "float":
         return rules.bind(rules.to_float, name, native_off=off or op.reason == "custom")
-    # Native promotion on a CPU refuses 16-bit tensors of the dtype that it does not compute in.
+    # Native promotion on a CPU refuses 16-bit tensors of another dtype than its own.
     off = off or bool(natively & {"float", "promote"})
     if op.list == "promote" and (off or read == WIDEST):
         return rules.bind(rules.promote, name, native_off=off)

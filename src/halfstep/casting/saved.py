@@ -1,4 +1,4 @@
-"""The state that a cast model saves and loads: fp32 where its weights have masters."""
+"""The state dicts of a cast model: they hold fp32 values for weights with masters."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SaveAs:
     """A state-dict hook of one module: its floating parameters and buffers are saved in ``dtype``.
 
     A parameter with an fp32 master is saved from the master, so that a checkpoint loses nothing. Most entries are
-    copies, and what a user writes into those reaches no weight. A deep copy of the module has no masters. Its
-    ``state_dict()`` holds its own tensors, so that it can keep an average of weights.
+    copies: writing to them does not change the weights. A deep copy of the module has no masters, so its
+    ``state_dict()`` holds its own tensors, and it can keep an average of weights.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -38,7 +38,7 @@ class SaveAs:
         for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
             key = prefix + name
             if tensor is None or tensor.dtype not in (torch.float32, *HALF_DTYPES) or key not in state_dict:
-                continue  # each level leaves a part in float64 as it is
+                continue  # no level casts float64
             master = master_of(tensor)
             if master is not None or not self._copied:
                 # A copy of a master: torch.distributed.checkpoint loads into it before it calls load_state_dict.
@@ -47,9 +47,9 @@ class SaveAs:
 
 
 def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
-    """A load-state-dict pre-hook of one module: masters are loaded too, with the values before they are rounded.
+    """Load-state-dict pre-hook of one module: load masters from the values before they are rounded to 16 bits.
 
-    So are the fp32 values that are kept of buffers (``buffers.UpdatedBuffers``).
+    The fp32 values of buffers (``buffers.UpdatedBuffers``) are loaded the same way.
 
     Raises:
         UsageError: if torch is set to swap parameters, which it refuses for those with masters.
@@ -67,7 +67,7 @@ def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
             continue
         if not isinstance(value, torch.Tensor) or value.shape != param.shape:
             continue
-        # Where the optimizer saves the masters, a value in 16 bits is a rounded master, and its state has the rest.
+        # If the optimizer saves the masters, a 16-bit value here is a rounded master, whose fp32 value is in its state.
         if value.dtype is not param.dtype or is_saved_elsewhere(param):
             rounded = write_master(param, value)
             if rounded is not None:

@@ -1,6 +1,6 @@
-"""Products of 16-bit operands with an fp32 result, where the device has kernels for them: ``torch.mm(out_dtype=)``.
+"""Products of 16-bit operands with an fp32 result, on devices with kernels for them: ``torch.mm(out_dtype=)``.
 
-Elsewhere the fp32 kernel runs on the rounded operands (``rules.emulated``), whose products it gives exactly.
+On other devices the fp32 kernel runs on the rounded operands (``rules.emulated``), whose products are exact in fp32.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 __all__ = ["has_kernel", "product"]
 
 _OPERANDS = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "addmm": 1, "baddbmm": 1}
-"""The place of the first operand among the arguments of the ops that the kernels can compute."""
+"""The ops that the kernels can compute, with the index of the first operand among the arguments."""
 
 
 class _WideProduct(torch.autograd.Function):
-    """A product of two matrices or batches of matrices. torch has no derivative of it (2.8 to 2.13).
+    """A product of two matrices or batches of matrices, for which torch 2.8 to 2.13 has no derivative.
 
-    The backward pass has 16-bit operands too: it rounds the fp32 gradient.
+    The backward pass rounds the fp32 gradient, so its operands have 16 bits too.
     """
 
     @staticmethod
@@ -35,7 +35,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 def has_kernel(name: str, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a device has a kernel that gives the fp32 result of a call. CUDA has (torch 2.8 to 2.13).
+    """True if the device has a kernel with an fp32 result for a call, as CUDA does (torch 2.8 to 2.13).
 
     Args:
         name: the name of the op.
@@ -49,7 +49,7 @@ def has_kernel(name: str, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]
 
 
 def product(name: str, *args: torch.Tensor, bias: Any = None, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    """Compute an op of 16-bit operands with an fp32 result. Arguments as of the op, for which there is a kernel."""
+    """Compute an op of 16-bit operands with an fp32 result; ``has_kernel`` must be True for its arguments."""
     a, b = args[_OPERANDS[name] :][:2]
     if name == "linear":
         b, bias = b.mT, args[2] if len(args) > 2 else bias
