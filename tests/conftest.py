@@ -29,16 +29,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be there before anything, such as torch.compile, imports triton
 
 
-TERMINAL = (
-    "COLORTERM",
-    "COLUMNS",
-    "FORCE_COLOR",
-    "LINES",
-    "NO_COLOR",
-    "PYTHON_COLORS",
-    "TTY_COMPATIBLE",
-    "TTY_INTERACTIVE",
-)
+TERMINAL = ["COLORTERM", "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR"]
+TERMINAL += ["PYTHON_COLORS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"]
 """What a terminal or a CI says of itself. Rich, click and Python change by it what they print."""
 
 

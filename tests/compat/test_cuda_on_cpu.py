@@ -224,17 +224,8 @@ def test_groups_of_nccl_and_torchs_sync_batchnorm(ranks: Ranks) -> None:
 
 
 def test_everything_is_given_back() -> None:
-    owners = (
-        torch,
-        torch.cuda,
-        torch.cuda.nvtx,
-        torch.cuda.profiler,
-        torch.cuda.nccl,
-        torch.version,
-        torch.Tensor,
-        nn.Module,
-        nn.DataParallel,
-    )
+    cuda = torch.cuda, torch.cuda.nvtx, torch.cuda.profiler, torch.cuda.nccl
+    owners = torch, *cuda, torch.version, torch.Tensor, nn.Module, nn.DataParallel
     before = [dict(vars(owner)) for owner in owners]
     with cuda_on_cpu():
         torch.ones(1).cuda()

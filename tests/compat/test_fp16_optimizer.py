@@ -734,17 +734,12 @@ def test_a_scale_of_the_other_kind_stays(caplog: pytest.LogCaptureFixture) -> No
     assert same.loss_scale == 4.0
 
 
+OF_AMP = {"_loss_scale": 512.0, "_unskipped": 2, "dynamic": True}
+OLDER = {"cur_scale": 128.0, "cur_iter": 7, "last_overflow_iter": 5, "scale_window": 3, "scale_factor": 2.0}
+
+
 @pytest.mark.parametrize(
-    ("pickled", "scale", "unskipped"),
-    [
-        ({"_loss_scale": 512.0, "_unskipped": 2, "dynamic": True}, 512.0, 2),
-        (
-            {"cur_scale": 128.0, "cur_iter": 7, "last_overflow_iter": 5, "scale_window": 3, "scale_factor": 2.0},
-            128.0,
-            1,
-        ),
-    ],
-    ids=["amp", "fp16_utils"],
+    ("pickled", "scale", "unskipped"), [(OF_AMP, 512.0, 2), (OLDER, 128.0, 1)], ids=["amp", "fp16_utils"]
 )
 def test_checkpoints_of_apex(pickled: dict[str, Any], scale: float, unskipped: int) -> None:
     _, optim = trained(3)

@@ -7,19 +7,10 @@ import pytest
 from halfstep.core.text import counted, listed
 
 
-@pytest.mark.parametrize(
-    ("count", "nouns", "text"),
-    [
-        (0, ("step",), "0 steps"),
-        (1, ("step",), "1 step"),
-        (2, ("step",), "2 steps"),
-        (1437, ("image",), "1,437 images"),
-        (1, ("loss", "losses"), "1 loss"),
-        (2, ("loss", "losses"), "2 losses"),
-    ],
-)
-def test_a_number_and_its_noun(count: int, nouns: tuple[str, ...], text: str) -> None:
-    assert counted(count, *nouns) == text
+def test_a_number_and_its_noun() -> None:
+    assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert counted(1437, "image") == "1,437 images"
+    assert [counted(n, "loss", "losses") for n in (1, 2)] == ["1 loss", "2 losses"]
 
 
 @pytest.mark.parametrize(("names", "text"), [("", ""), ("abc", "a, b, c"), ("abcde", "a, b, c and 2 more")])

@@ -307,18 +307,15 @@ def test_a_mark_is_found() -> None:
         stage.optimizer.param_groups[0]["params"][1] = torch.zeros(8)
         stage.optimizer.state = {weight: {"extra": 1}}
     assert stage.found == {
-        ("module", "extra"),
-        ("module", "forward_pre_hook print"),
-        ("parameter", "extra"),
-        ("parameter", "post_accumulate_grad_hook print"),
-        ("parameter", "class of torch"),
-        ("gradient", "extra"),
-        ("optimizer", f"class of {__name__}"),
-        ("optimizer", "step_post_hook print"),
-        ("optimizer", "state"),
-        ("group", "['extra']"),
-        ("group", "['params']"),
-        ("state", "['extra']"),
+        *((kind, "extra") for kind in ("module", "parameter", "gradient")),
+        *(("optimizer", mark) for mark in (f"class of {__name__}", "step_post_hook print", "state")),
+        *(("parameter", mark) for mark in ("post_accumulate_grad_hook print", "class of torch")),
+        *(
+            ("module", "forward_pre_hook print"),
+            ("group", "['extra']"),
+            ("group", "['params']"),
+            ("state", "['extra']"),
+        ),
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import re
 from collections.abc import Callable
 from typing import Any
@@ -337,6 +339,22 @@ def test_an_average_in_16_bits(dtype: torch.dtype, decay: float) -> None:
     averaged = AveragedModel(net(dtype), multi_avg_fn=get_ema_multi_avg_fn(decay))
     assert codes(halfstep.check(averaged)) == wrong
     assert codes(halfstep.check(TimmEma(net(dtype), decay))) == wrong
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_copy_of_a_16_bit_model_that_has_other_weights(wrapped: bool) -> None:
+    model, optimizer = with_optimizer(net(), torch.optim.SGD, lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
+    average = AveragedModel(model) if wrapped else copy.deepcopy(model)
+    others = [copy.deepcopy(amp.master_model(model)), copy.deepcopy(model)]
+    assert "HS109" not in codes(halfstep.check(model, optimizer)), "they are equal"
+    for each in (*others, average):
+        next(each.parameters()).data.add_(1)
+    next(others[1].parameters()).grad = torch.zeros(64, 32, dtype=torch.bfloat16)  # it is trained
+    assert only(halfstep.check(model, optimizer), "HS109").severity == "warning"
+    del average, each
+    gc.collect()
+    assert "HS109" not in codes(halfstep.check(model, optimizer)), "it is gone"
 
 
 def test_an_average_of_equal_weights_has_no_decay() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 import halfstep
 from halfstep import DynamicLossScale, amp, optimizers
 from halfstep.amp.session import master_params
+from halfstep.casting.scope import active_casting
 from halfstep.core.errors import UsageError
 from tests.support.worlds import scaled_backward, step_and_clear
 
@@ -368,3 +369,42 @@ def test_nothing_is_said_of_an_interrupt_that_was_none(caplog: pytest.LogCapture
     with caplog.at_level("INFO", "halfstep"):
         World("O2", torch.float16, _MAKERS["FusedAdam"])
     assert "interrupted" not in caplog.text
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_forward_pass_that_is_interrupted_anywhere_leaves_the_casts_as_they_were(level: str) -> None:
+    """Including each line that opens a scope or closes one."""
+    world = World(level, torch.float16, _MAKERS["SGD"])
+    amp.deactivate()  # so that the model opens a scope, and does not find its casts in force
+    x, files = torch.ones(2, 6), (f"{_ROOT}/casting/current.py", f"{_ROOT}/casting/scope.py")
+
+    def now() -> list[Any]:
+        with amp.disable_casts():
+            inside = torch.mm(x, x.mT).dtype
+        outside = torch.mm(x, x.mT).dtype
+        return [inside, outside, world.model(x).tolist(), torch.is_autocast_enabled("cpu"), active_casting() is None]
+
+    expected = now()
+    with Interrupter(-1, files) as counter:
+        world.model(x)
+    wrong = []
+    for at in range(counter.lines):
+        with contextlib.suppress(KeyboardInterrupt), Interrupter(at, files) as interrupter:
+            world.model(x)
+        wrong += [interrupter.where] if now() != expected else []
+    assert counter.lines > 20
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["current.restore", "current.set_native", "current.clear_cache", "scope.set_current"])
+def test_a_block_whose_first_or_last_line_is_interrupted_leaves_the_casts_as_they_were(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(f"halfstep.casting.{name}", interrupt)
+        with pytest.raises(KeyboardInterrupt), amp.auto_cast(dtype="bfloat16"):
+            pass
+    with amp.disable_casts():
+        pass
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32

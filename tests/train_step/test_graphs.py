@@ -211,15 +211,8 @@ def hook_module(one: Any) -> None:
 
 
 CHANGES = [
-    clip_harder,
-    change_loss,
-    clip_inside,
-    change_betas_in_place,
-    freeze_norm,
-    replace_buffer,
-    replace_module,
-    hook_gradient,
-    hook_module,
+    clip_harder, change_loss, clip_inside, change_betas_in_place, freeze_norm, replace_buffer, replace_module,
+    hook_gradient, hook_module,
     load_weights, load_state, load_scale, move_memory, change_betas, change_decay, freeze, step_by_hand, write_weight,
     gradient_before, look_at_the_model,
 ]  # fmt: skip

@@ -13,13 +13,13 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..core.dtypes import HALF_DTYPES
 from ..torch_internals.torch_compat import Dirichlet
 from .containers import map_tensors
-from .current import thread
+from .current import Patches, thread
 from .dispatch import note_meeting
 
 __all__ = ["with_inputs_cast"]
 
 
-def with_inputs_cast(remember: Callable[[Any], Any], own: Any) -> Any:
+def with_inputs_cast(remember: Callable[[Any], Any], around_casts: Patches, own: Any) -> Any:
     """Make the replacement of ``torch.autograd.Function.apply``, which runs all functions with a custom gradient.
 
     - A reentrant checkpoint recomputes its function under the casting of the forward pass.
@@ -28,11 +28,15 @@ def with_inputs_cast(remember: Callable[[Any], Any], own: Any) -> Any:
 
     Args:
         remember: wraps a function so that it runs under the current casting.
+        around_casts: the replacements by which ops meet in backward passes too. The ``backward`` of a user's function
+            may combine the fp32 result of an island with a 16-bit weight.
         own: torch's ``apply``.
     """
 
     @functools.wraps(own.__func__)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if thread.mode.config.meets and not cls.__module__.startswith("torch."):
+            around_casts.hold_while(thread.mode.config)
         if cls is CheckpointFunction:
             args = (remember(args[0]), *args[1:])
         elif cls is Dirichlet and thread.mode.config.meets and args[0].dtype in HALF_DTYPES:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pkgutil import resolve_name
@@ -32,6 +33,7 @@ from .rule_table import build_table
 from .weight_cache import WeightCache
 
 __all__ = [
+    "ENDED",
     "Patches",
     "Saved",
     "Scope",
@@ -53,6 +55,9 @@ __all__ = [
 ]
 
 _EVAL_FRAME = os.path.join("torch", "_dynamo", "eval_frame.py")
+
+ENDED = (lambda: sys._getframe())()
+"""The frame of a call that has ended. A scope has it while it is opened or closed, which an interrupt may cut short."""
 
 Wrap = Callable[[Any], Any]
 
@@ -90,6 +95,12 @@ class Patches:
                     setattr(owner, name, wrap(original))
             for register, hook in self._hooks.items() if first else ():
                 self._undo.callback(register(hook).remove)
+
+    def hold_while(self, owner: object) -> None:
+        """Hold the replacements until an owner is gone; a second call does nothing."""
+        if id(owner) not in self._holders:
+            self.hold(id(owner))
+            weakref.finalize(owner, self.release, id(owner)).atexit = False
 
     def release(self, holder: object) -> None:
         """Hold them no more; a second call does nothing."""
@@ -270,19 +281,25 @@ def restore(saved: Saved, *, in_op: bool = False) -> None:
 
 
 def close(owner: object, *, in_op: bool = False) -> bool:
-    """Close the latest scope of an owner, if there is one, and the scopes opened inside of it that are still open."""
-    if owner not in [scope.owner for scope in thread.open]:
+    """Close the latest scope of an owner, if there is one, and the scopes opened inside of it that are still open.
+
+    Each scope stays in the list until all that it changed is as before, and no longer belongs to a running call. So
+    ``close_interrupted`` closes it again, from the same record, after an interrupt in here.
+    """
+    places = [place for place, scope in enumerate(thread.open) if scope.owner is owner]
+    if not places:
         return False
-    scope = None
-    while scope is None or scope.owner is not owner:
-        scope = thread.open.pop()
+    for scope in thread.open[places[-1] :]:
+        scope.frame = thread.mode.frame = ENDED
+    for scope in reversed(thread.open[places[-1] :]):
         if scope.patches is not None:
             scope.patches.release(scope)
         if scope.saved is not None:
             restore(scope.saved, in_op=in_op)
+        if scope is thread.open[0]:
+            clear_cache()
+        thread.open.pop()
     thread.mode.frame = next((each.frame for each in reversed(thread.open) if each.frame is not None), None)
-    if not thread.open:
-        clear_cache()
     return True
 
 

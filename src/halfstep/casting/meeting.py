@@ -47,7 +47,7 @@ def call_again(mode: CastMode, rule: Any, func: Any, args: Any, kwargs: dict[str
     """
     taken, result = _call_again(mode, rule, func, args, kwargs)
     _, recorded, *_ = numbers if isinstance(numbers := mode.plan.recorded.get(func), tuple) else (None, numbers)
-    if taken and recorded is not None and not (mode.native_on() or _in_place(func, func.__name__)):
+    if taken and recorded is not None and not (mode.native_on() or "out" in kwargs or _in_place(func, func.__name__)):
         if not (isinstance(rule, partial) and rule.func is _refused_before):
             rule, entry = bind(_refused_before, set(), recorded, rule), mode.plan.table.get(func)
             mode.plan.table[func] = (entry[0], rule, *entry[2:]) if isinstance(entry, tuple) else rule
@@ -61,11 +61,12 @@ def _call_again(mode: CastMode, rule: Rule, func: Callable[..., Any], args: Any,
     name, _ = spellings().get(func, (getattr(func, "__name__", ""), False))
     foreign = any(t.device.type not in mode.config.devices for t in floating)
     native = mode.native_on()
-    if not (halves or native) or foreign or kwargs.get("out") is not None or not _computes(func, name):
+    if not (halves or native) or foreign or isinstance(kwargs.get("out"), tuple) or not _computes(func, name):
         return False, None
     if isinstance(func, FunctionType) and has_question(func):  # written in Python: the ops inside meet
         return True, composite_rule(func)(mode, func, args, kwargs)
-    for dtype in _candidates(func, name, args, floating, halves[0].dtype if halves else mode.config.dtype):
+    target = _target(func, name, args, kwargs)
+    for dtype in _candidates(func, name, target, floating, halves[0].dtype if halves else mode.config.dtype):
         if all(t.dtype is dtype for t in floating) and not native:
             continue
         try:
@@ -74,8 +75,8 @@ def _call_again(mode: CastMode, rule: Rule, func: Callable[..., Any], args: Any,
         except RuntimeError:  # refused again; the first error says more
             continue
         return True, result
-    target = _target(func, name, args)
-    if target is not None and target.dtype in HALF_DTYPES and (name in _FILLS or computes(name)):
+    fills = "out" not in kwargs and (name in _FILLS or computes(name))
+    if fills and target is not None and target.dtype in HALF_DTYPES:
         with contextlib.suppress(RuntimeError):  # it has no kernel for 16 bits, or a number that they do not have
             return True, write_in_fp32(mode, func, target, args, kwargs)
     return False, None
@@ -109,17 +110,16 @@ def _in_place(func: Callable[..., Any], name: str) -> bool:
     return inplace or name in _ASSIGNMENTS
 
 
-def _target(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
+def _target(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The 16-bit or fp32 tensor that an op writes to; None for any other op."""
-    target = args[0] if args and _in_place(func, name) else None
+    target = args[0] if args and _in_place(func, name) else kwargs.get("out")
     return target if isinstance(target, torch.Tensor) and target.dtype in CASTABLE else None
 
 
-def _candidates(func: Any, name: str, args: Any, floating: list[Any], half: torch.dtype) -> Iterator[torch.dtype]:
+def _candidates(func: Any, name: str, target: Any, floating: list[Any], half: torch.dtype) -> Iterator[torch.dtype]:
     """Yield the dtypes to try: the dtype of the tensor that is written to; else 16 bits for a product, and fp32."""
-    if _in_place(func, name):
+    if target is not None or _in_place(func, name):
         # Lists of tensors may be written in part. Integers refuse floating numbers in fp32, too.
-        target = _target(func, name, args)
         if target is not None and any(t.dtype is not target.dtype for t in floating):
             yield target.dtype
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ __all__ = [
     "add_borders",
     "add_hooks",
     "cast_module",
+    "copies_of",
     "device_types",
     "exempt",
     "has_casting",
@@ -59,6 +61,10 @@ PARALLEL = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
 logger = logging.getLogger("halfstep")
 
 M = TypeVar("M", bound=nn.Module)
+Chosen = Mapping[nn.Module, torch.dtype]
+
+_copies: weakref.WeakKeyDictionary[ModuleHooks, Any] = weakref.WeakKeyDictionary()
+"""For the hooks of a copy of a 16-bit model: the hooks of the model, and modules that ``copy.deepcopy`` was making."""
 
 
 class ModuleHooks:
@@ -111,6 +117,7 @@ class ModuleHooks:
         if self.casting is not None:
             keep_session(self.casting, copied)
         if self.weight is not None:  # of a whole model; `amp.master_model` makes copies without these hooks
+            _copies[copied] = weakref.ref(self), [weakref.ref(m) for m in memo.values() if isinstance(m, nn.Module)]
             logger.info("The copy of a 16-bit model is 16-bit. For an EMA average amp.master_model(model), in fp32.")
         return copied
 
@@ -270,7 +277,7 @@ def cast_module(
     dtype: torch.dtype,
     *,
     keep: Callable[[nn.Module], bool] = lambda module: False,
-    chosen: Mapping[nn.Module, torch.dtype] = MappingProxyType({}),
+    chosen: Chosen = MappingProxyType({}),
     spare_buffers: bool = False,
 ) -> list[str]:
     """Cast the floating parameters, their gradients and the buffers of a model in place; parameters keep identity.
@@ -337,7 +344,7 @@ def cast_module(
     return spared
 
 
-def _islands(chosen: Mapping[nn.Module, torch.dtype], dtype: torch.dtype | None) -> dict[nn.Module, torch.dtype]:
+def _islands(chosen: Chosen, dtype: torch.dtype | None) -> dict[nn.Module, torch.dtype]:
     """The dtypes of islands in a model with a dtype, and of all modules in them; chosen ones come from outside in."""
     found: dict[nn.Module, torch.dtype] = {}
     for module, target in chosen.items():
@@ -346,16 +353,18 @@ def _islands(chosen: Mapping[nn.Module, torch.dtype], dtype: torch.dtype | None)
     return found
 
 
-def add_borders(model: nn.Module, chosen: Mapping[nn.Module, torch.dtype], dtype: torch.dtype | None) -> None:
+def add_borders(model: nn.Module, chosen: Chosen, dtype: torch.dtype | None, *, meets: bool = True) -> None:
     """Put hooks on islands: modules with a dtype of their own, and all modules in them that have parameters or buffers.
 
     Args:
         model: the model that has them. Where it is an island itself, it returns what it computes.
         chosen: the dtypes that the user has chosen for modules.
         dtype: the dtype of the model; None leaves what islands return.
+        meets: False at O0, where there are no 16 bits to meet: an island then needs no function mode, which would turn
+            off the fast path of attention.
     """
     found, devices = _islands(chosen, dtype), device_types([model])
-    settings: dict[str, Any] = {"enabled": False, "devices": devices, "meets": True}
+    settings: dict[str, Any] = {"enabled": False, "devices": devices, "meets": meets}
     # In fp32 all ops compute in fp32, also if they meet a 16-bit tensor.
     lists = {torch.float32: OpLists("OD", black=tuple(op.name for op in OPS.values() if op.reason == "matrix-unit"))}
     castings = {target: OpCasting(target, lists.get(target), **settings) for target in set(found.values())}
@@ -412,6 +421,13 @@ def hooks_of(module: nn.Module, *, explicit: bool = False) -> ModuleHooks:
     """The hooks of ours on a module, of which it has at most one that is explicit and one other, or new ones."""
     ours = (hooks for hooks in forward_hooks(module).values() if isinstance(hooks, ModuleHooks))
     return next((hooks for hooks in ours if hooks.explicit == explicit), ModuleHooks(explicit=explicit))
+
+
+def copies_of(model: nn.Module) -> list[nn.Module]:
+    """The deep copies of a 16-bit model that still exist."""
+    own = hooks_of(model)
+    made = [(hooks, module()) for hooks, (of, modules) in _copies.items() if of() is own for module in modules]
+    return [module for hooks, module in made if module is not None and hooks is hooks_of(module)]
 
 
 def remove_hooks(model: nn.Module) -> None:

@@ -28,6 +28,7 @@ from . import dynamo
 from .autograd_functions import with_inputs_cast
 from .config import NOTHING, CastingConfig
 from .current import (
+    ENDED,
     Patches,
     Scope,
     changing_first,
@@ -119,20 +120,22 @@ def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None,
         join_session()
     elif thread.open or thread.traced:
         close_interrupted()
-    scope = Scope(owner, frame)
+    # The scope is in the list before anything changes: ``close_interrupted`` finds it after an interrupt in here.
+    scope, outer = Scope(owner, ENDED), thread.mode.frame
+    thread.open.append(scope)
     if explicit or not (thread.explicit or (is_current(casting) and not is_recorded())):
         # A torch.autocast of the user's around this is turned off, but for models that have no casts of their own.
         mine = [] if casting.keeps_autocast else [d for d in casting.devices if d in NATIVE]
         scope.saved = save(dict.fromkeys((*casting.native, *thread.mode.config.native, *mine)))
+        thread.mode.frame = ENDED
         if casting.enabled:
-            around_casts.hold(scope)
             scope.patches = around_casts
+            around_casts.hold(scope)
         if not casting.reaches_later:
             _reach_later(casting)
         set_current(casting, [device for device, _, _ in scope.saved.native])
         thread.explicit = explicit
-    thread.open.append(scope)
-    thread.mode.frame = frame or thread.mode.frame
+    scope.frame, thread.mode.frame = frame, frame or outer
     return scope
 
 
@@ -304,8 +307,6 @@ def _uncast(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run_backward)
     def uncast(*args: Any, **kwargs: Any) -> Any:
         _latest_session()
-        if active_casting() is None:
-            return run_backward(*args, **kwargs)
         clear_cache()
         with _ONLY_MEETING:  # in the Python code of users' autograd functions and hooks
             return run_backward(*args, **kwargs)
@@ -369,7 +370,7 @@ around_casts = Patches(
 around_recomputation = Patches(
     {
         ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator"): changing_first(_remember),
-        ("torch.autograd.function:Function", "apply"): functools.partial(with_inputs_cast, _remember),
+        ("torch.autograd.function:Function", "apply"): functools.partial(with_inputs_cast, _remember, around_casts),
         ("torch.nn.parallel.data_parallel", "parallel_apply"): changing_first(lambda ms: [_remember(m) for m in ms]),
     }
 )
@@ -381,5 +382,4 @@ would pay for putting them on and off."""
 def _reach_later(casting: CastingConfig) -> None:
     """Have what is recomputed, and other threads, follow a casting, until it is gone."""
     casting.reaches_later = True
-    around_recomputation.hold(id(casting))
-    weakref.finalize(casting, around_recomputation.release, id(casting)).atexit = False
+    around_recomputation.hold_while(casting)

@@ -29,17 +29,9 @@ StateForm = torch.dtype | Literal["8bit"] | None
 
 _STATE_FORMS = "'8bit', torch.bfloat16 (of first moments), torch.float32 or None"
 
-DTYPES_BY_NAME = {
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float": torch.float32,
-    "float64": torch.float64,
-    "double": torch.float64,
+_OTHER_NAMES = {"float16": "fp16 half", "bfloat16": "bf16", "float32": "fp32 float", "float64": "double"}
+DTYPES_BY_NAME: dict[str, torch.dtype] = {
+    name: getattr(torch, own) for own, others in _OTHER_NAMES.items() for name in (own, *others.split())
 }
 """The floating formats by all their names, in lower case."""
 

@@ -126,7 +126,8 @@ def prepare_model(
             if wide_grads and HAS_GRAD_DTYPE and is_half(param):
                 param.grad_dtype = torch.float32
     if policy.param_dtype not in HALF_DTYPES:
-        modules.add_borders(model, {m: dtype for m, dtype in chosen.items() if dtype is torch.float32}, None)
+        wide = {module: dtype for module, dtype in chosen.items() if dtype is torch.float32}
+        modules.add_borders(model, wide, None, meets=policy.casts_ops)
     modules.add_hooks(
         model,
         inputs=None if policy.casts_ops else policy.compute_dtype,

@@ -227,12 +227,8 @@ def renew_flat_weights(module: torch.nn.RNNBase) -> None:
 
 def module_hooks(module: torch.nn.Module) -> int:
     """Count the hooks on the passes of a module."""
-    return (
-        len(module._forward_hooks)
-        + len(module._forward_pre_hooks)
-        + len(module._backward_hooks)
-        + len(module._backward_pre_hooks)
-    )
+    backward = module._backward_hooks, module._backward_pre_hooks
+    return sum(map(len, (module._forward_hooks, module._forward_pre_hooks, *backward)))
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:

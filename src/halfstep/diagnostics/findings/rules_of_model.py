@@ -11,10 +11,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ...casting.buffers import POSITIONS
-from ...casting.modules import has_casting, hooks_of
+from ...casting.modules import copies_of, has_casting, hooks_of
 from ...core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ...core.hardware import has_units
 from ...core.text import listed
+from ...parameters.held_masters import master_of
 from ...torch_internals.torch_compat import BatchNorm, buffers_of, children_of, fsdp_policies, parameters_of
 from ..observe.names import part_of
 from .facts import Facts, Rules
@@ -100,9 +101,16 @@ def average_in_16_bits(facts: Facts) -> Iterator[Found]:
     """HS109: a moving average of weights kept in 16 bits with a decay of 0.998 or more.
 
     A step adds (1 - decay) of the difference, which is less than half of the last bit of the average. The rule looks at
-    ``AveragedModel`` and at modules with a ``decay``, ``ema_decay`` or ``beta`` that hold a copy of a model.
+    ``AveragedModel``, at modules with a ``decay``, ``ema_decay`` or ``beta`` that hold a copy of a model, and at deep
+    copies of the model that are not trained and have other weights by now.
     """
     for module in facts.modules if facts.has_halves else ():
+        for average in copies_of(module):
+            pairs = zip(average.named_parameters(), module.parameters(), strict=False)
+            apart = {name: p.numel() for (name, p), own in pairs if is_half(p) and not torch.equal(p, own.to(p.device))}
+            if apart and all(p.grad is None and master_of(p) is None for p in average.parameters()):
+                text = "A copy of the model has other weights, in 16 bits: an average loses most changes."
+                yield Found("warning", grouped(apart), text, {})
         decay = _decay_of(module)
         if decay is None or not _SLOW_AVERAGE <= decay < 1:
             continue

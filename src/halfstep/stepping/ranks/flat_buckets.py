@@ -90,12 +90,8 @@ def _average_sparse(param: torch.Tensor, dims: int, group: dist.ProcessGroup, fp
 def _average(owners: list[torch.Tensor], group: dist.ProcessGroup, fp32: set[int]) -> None:
     """Average the gradients of one bucket of parameters."""
     dtype = torch.float32 if is_half(owners[0]) else owners[0].dtype
-    flat = torch.cat(
-        [
-            torch.zeros_like(p, dtype=dtype).flatten() if g is None else g.flatten().to(dtype)
-            for p, g in zip(owners, get_grads(owners), strict=True)
-        ]
-    )
+    pairs = zip(owners, get_grads(owners), strict=True)
+    flat = torch.cat([(torch.zeros_like(p) if g is None else g).flatten().to(dtype) for p, g in pairs])
     dist.all_reduce(flat, group=group)
     world = dist.get_world_size(group)
     for param, values in zip(owners, flat.split([p.numel() for p in owners]), strict=True):
