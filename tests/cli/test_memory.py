@@ -28,5 +28,5 @@ def test_every_optimizer_is_in_the_table() -> None:
 @pytest.mark.parametrize("number", ["7e9", "7b", "7,000M", "7_000_000_000"])
 def test_a_number_of_parameters_adds_gib_and_a_name_leaves_others_out(number: str) -> None:
     text = run("--params", number, "--optimizer", "fusedadam")
-    assert "O2 bfloat16      2      2     8    4  16 104.3" in text
+    assert "O2 bfloat16      2      2     8    2  14  91.3" in text
     assert "RMSprop" not in text

@@ -123,9 +123,13 @@ def test_the_state_of_an_optimizer_that_has_not_stepped(imported: str) -> None:
         "saved = get_optimizer_state_dict(model, optimizer)",
         "assert set(saved['state']) == {'weight', 'bias'}, saved",
         "assert all(p.grad is None for p in model.parameters())",
-        "with amp.scale_loss(model(torch.ones(4, 4)).float().square().mean(), optimizer) as scaled_loss:",
+        "loss = model(torch.ones(4, 4)).float().square().mean()",
+        "loss.backward(retain_graph=True)",
+        "assert {p.grad.dtype for p in model.parameters()} == {torch.float32}, 'of a plain pass'",
+        "optimizer.zero_grad()",
+        "with amp.scale_loss(loss, optimizer) as scaled_loss:",
         "    scaled_loss.backward()",
-        "assert {p.grad.dtype for p in model.parameters()} == {torch.float32}",
+        "assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}, 'of a block'",
     ]
     run = python("-c", "\n".join(program), *imported.split())
     assert run.returncode == 0, run.stderr

@@ -28,7 +28,6 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "FusedSGD, momentum": lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9),
     "FusedAdam": optimizers.FusedAdam,
     "FusedAdam, bfloat16 state": lambda p: optimizers.FusedAdam(p, state_dtype=torch.bfloat16),
-    "FusedAdam, max_grad_norm": lambda p: optimizers.FusedAdam(p, max_grad_norm=1.0),
     "FusedAdam, release=True": optimizers.FusedAdam,
     "FusedLAMB": optimizers.FusedLAMB,
     "FusedMuon": lambda p: optimizers.FusedMuon(p, use_muon=True),

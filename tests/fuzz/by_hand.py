@@ -7,6 +7,7 @@ to torch's.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -108,6 +109,7 @@ class ByHand:
                 self.net.to(half)
         self.masters = {p: master for p, master in masters.items() if p.dtype is half}
         self.start_from_rounded(name for name, _ in self.net.named_parameters() if name.startswith("late."))
+        self.narrow: set[nn.Parameter] = set()  # have the gradient of one pass, in bfloat16
         self.delayed: dict[nn.Parameter, torch.Tensor] = {}
         self.delayed_scale: int | None = None
         self.in_place = False
@@ -119,14 +121,19 @@ class ByHand:
             return _forward_at_o1(self.net, x, self.half)
         return self.net(x.to(self.half)).float() if self.level in ("O2", "O3") else self.net(x)
 
-    def backward(self, loss: torch.Tensor, which: int, *, delay: bool = False, stay: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, which: int, *, delay: bool = False, stay: bool = False, block: bool = True
+    ) -> None:
         """One scaled pass whose gradients are unscaled, looked at and added.
+
+        Gradients of one pass in a block stay in bfloat16 where nothing is scaled, but for those of a shared weight.
 
         Args:
             loss: not scaled yet.
             which: the number of its scale.
             delay: leave the gradients scaled. The next pass at the same scale adds to them before it unscales them.
             stay: True if the next pass adds to these gradients in place.
+            block: True if the pass is in a block.
         """
         scale = self.scales[which]
         neutral = self.interval is None and scale == 1.0
@@ -142,12 +149,17 @@ class ByHand:
             if adds_up or (HAS_GRAD_DTYPE and self.in_place and owner.grad is not None):
                 p.grad_dtype = owner.dtype
         (loss * scale).backward()
+        uses = Counter(p for module in self.net.modules() for p in module.parameters(recurse=False))
         for p, before in kept:
             new, p.grad = p.grad, None
             if HAS_GRAD_DTYPE:
                 p.grad_dtype = p.dtype
             p.grad = before
             owner = self.masters.get(p, p)
+            if new is not None and owner.grad is None and uses[p] == 1 and block and neutral:
+                self.narrow.add(p)
+            elif new is not None or self.in_place:
+                self.narrow.discard(p)
             if self.in_place and owner.grad is not None:
                 new = owner.grad * scale if new is None else owner.grad * scale + new
                 owner.grad = None
@@ -186,6 +198,19 @@ class ByHand:
         neutral = self.interval is None and self.scales[0] == 1.0
         self.overflowed = self.overflowed or not (finite or neutral)
         return finite
+
+    def clip(self, limit: float, door: str) -> None:
+        """Clip what there is, in the dtype of each gradient; over masters in fp32."""
+        if door == "masters":
+            self.narrow.clear()
+        half = {self.masters[p] for p in self.narrow if p.dtype is torch.bfloat16 and p in self.masters}
+        owners = [p for p in self.stepped() if p.grad is not None]
+        shown = [torch.zeros_like(p, dtype=self.half if p in half else p.dtype).requires_grad_() for p in owners]
+        for p, each in zip(owners, shown, strict=True):
+            each.grad = p.grad.to(each.dtype)
+        nn.utils.clip_grad_norm_(shown, limit)
+        for p, each in zip(owners, shown, strict=True):
+            p.grad.copy_(each.grad)
 
     def grads(self) -> list[torch.Tensor | None]:
         """The gradients that the next step takes."""

@@ -206,7 +206,7 @@ class Trainer(RuleBasedStateMachine):
             self.scaler.scale(loss * factor).backward()
             self.scaled = True
             # After a clip at a scale of 1.0 passes go on, and autograd adds each of them to what was clipped.
-            self.hand.backward(expected * factor, which, delay=not self.setup.neutral)
+            self.hand.backward(expected * factor, which, delay=not self.setup.neutral, block=False)
             return
         scaled_backward(loss * factor, self.optimizer, loss_id=which, delay_unscale=delay)
         self.hand.backward(expected * factor, which, stay=delay)
@@ -223,7 +223,7 @@ class Trainer(RuleBasedStateMachine):
             self.unscaled, door = not self.setup.neutral, "groups"
         groups = [p for group in self.optimizer.param_groups for p in group["params"]]
         clip_grad_norm_(amp.master_params(self.optimizer) if door == "masters" else groups, limit)
-        clip_grad_norm_(self.hand.stepped(), limit)
+        self.hand.clip(limit, door)
         self.compare_gradients()
 
     @precondition(lambda self: self.scaled or not self.setup.scaler)

@@ -17,7 +17,7 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageErr
 from halfstep.kernels import backend_for
 from halfstep.kernels.storage import join
 from tests.support.backends import needs_compiler
-from tests.support.worlds import BF16, FP16, FP32, read_back, scaled_backward, step_and_clear
+from tests.support.worlds import BF16, FP16, read_back, scaled_backward, step_and_clear
 
 HALVES = [BF16, FP16]
 X = torch.linspace(-1, 1, 24).view(4, 6)
@@ -86,42 +86,6 @@ def test_an_overflow_changes_nothing(dtype: torch.dtype, bad: float) -> None:
             assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True))
             assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale / 2
     assert amp.steps_skipped(optim) == 1
-
-
-@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_passes_add_up_in_fp32(dtype: torch.dtype, loss_scale: Any) -> None:
-    """A small gradient after a large one, which 16 bits would swallow, at the parameter's own dtype in each pass."""
-    param = nn.Parameter(torch.ones(1))
-    module = nn.Module()
-    module.weight = param
-    optim = optimizers.FusedSGD([param], lr=1.0)
-    amp.initialize(module, optim, opt_level="O2", dtype=dtype, loss_scale=loss_scale, verbosity=0)
-    for factor in (1.0, 2.0**-10, 2.0**-10):
-        scaled_backward((param * factor).sum(), optim)
-    assert param.grad.item() == 1.0 + 2.0**-9
-    assert param.grad.dtype is FP32
-    optim.zero_grad()
-    with amp.scale_loss((param * 2.0).sum(), optim) as scaled:
-        scaled.backward()
-        assert param.grad.dtype is (FP32 if loss_scale == 1.0 else dtype)
-    assert param.grad.item() == 2.0
-
-
-def test_static_scale_of_one_gives_fp32_gradients_too() -> None:
-    model, optim = make(BF16, optimizers.FusedAdam)
-    backward(model, optim)
-    assert model[0].weight.grad.dtype is FP32  # its norm is what a user clips by
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_clipping_master_params(dtype: torch.dtype) -> None:
-    model, optim = make(dtype, optimizers.FusedAdam, loss_scale=128.0)
-    backward(model, optim)
-    norm = nn.utils.clip_grad_norm_(amp.master_params(optim), 1e-3)
-    assert norm > 1e-3
-    assert optim.clip_master_grads(1.0).item() == pytest.approx(1e-3, rel=1e-2)
-    optim.step()
 
 
 def test_a_pass_that_fails_puts_gradients_back() -> None:

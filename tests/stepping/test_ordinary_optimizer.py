@@ -191,17 +191,6 @@ def test_grad_scaler_clips_a_decorated_optimizer(enable: bool, fused: bool, half
     assert float((before - truth(model)).norm()) == pytest.approx(0.1, rel=0.01)
 
 
-@pytest.mark.parametrize(("half", "fused"), [(FP16, True), (FP16, False), (BF16, False)])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_after_the_block_the_gradient_is_the_unscaled_one_in_fp32(half: torch.dtype, fused: bool, passes: int) -> None:
-    model, optimizer = start(half, fused)
-    for t in range(passes):
-        backward(model, optimizer, t)
-    expected = sum(gradient(half, t) for t in range(passes))
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    assert torch.equal(torch.cat([p.grad.flatten() for p in model.parameters()]), expected)
-
-
 @in_both_halves
 @with_both_masters
 @pytest.mark.parametrize("how", ["scale_loss", "backward"])

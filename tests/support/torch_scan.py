@@ -62,7 +62,9 @@ def changed(before: Scan, now: Scan) -> list[str]:
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
     return (
-        (name, value) for name, value in list(vars(kind).items()) if callable(value) or hasattr(type(value), "__get__")
+        (name, value)
+        for name, value in list(vars(kind).items())
+        if callable(value) or hasattr(type(value), "__get__") or isinstance(value, torch._C._ImperativeEngine)
     )
 
 

@@ -102,7 +102,7 @@ def test_it_is_the_loop(level: str | None, dtype: Any, make: Any, scaler: str, a
         else:
             part.backward()
         if (i + 1) % accumulate == 0:
-            params = [p for group in their_optimizer.param_groups for p in group["params"]]
+            params = list(amp.master_params(their_optimizer))  # in fp32, as max_grad_norm clips
             if their_scaler is not None:
                 if clip is not None:
                     their_scaler.unscale_(their_optimizer)

@@ -75,8 +75,9 @@ def decorate(
         master_weight: True if the optimizers update fp32 masters; None means True.
         save_dtype: dtype of floating entries in ``state_dict()``. None means fp32 if there are masters, which are saved
             then, and the dtype of the parameters otherwise. With 16 bits ``optimizer.state_dict()`` has the masters.
-        master_grad: let autograd accumulate gradients of the 16-bit parameters in fp32. It needs masters, and with
-            masters autograd does so anyway, except under DistributedDataParallel, which refuses such gradients.
+        master_grad: let gradients of the 16-bit parameters be fp32. It needs masters, and with masters plain backward
+            passes bring fp32 gradients anyway, except under DistributedDataParallel, which refuses such gradients. For
+            blocks of ``amp.scale_loss`` it is an argument of ``amp.initialize``, too.
         excluded_layers: modules that compute in fp32, as in ``amp.initialize``; here at both levels.
         module_filter: their long form, as in ``amp.initialize``.
         emulate: as in ``amp.initialize``, for what the models compute outside of ``amp.auto_cast``, which has an

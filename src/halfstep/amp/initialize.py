@@ -75,6 +75,7 @@ def initialize(
     state_dtype: StateForm | str = None,
     products: RecipeChoice = None,
     precision: str | PathLike[str] | Mapping[str, Any] | None = None,
+    master_grad: bool = False,
 ) -> Any:
     """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
 
@@ -149,6 +150,8 @@ def initialize(
             eight bits and fewer, at any level. ``amp.set_products`` says which layers, and changes them later.
         precision: more of these arguments, as a dict or as a file that ``save`` of a ``halfstep.search`` result wrote:
             the level, the dtype, and what stays in fp32. Do not give any of them twice.
+        master_grad: True to have fp32 gradients of weights with masters after every block. With False a gradient of a
+            bfloat16 weight stays in bfloat16 if one pass, without a loss scale, has computed it.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -176,6 +179,7 @@ def initialize(
     policy, half = recipe.options.policy, recipe.half
     check_count("num_losses", num_losses)
     check_flag("fused", fused)
+    check_flag("master_grad", master_grad)
     check_kind("verbosity", verbosity, int, "0, 1 or 2")
     check_emulate(emulate)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
@@ -214,6 +218,7 @@ def initialize(
         verbose=verbosity > 0,
     ):
         attached.session = session
+        attached.keeper.table.always_fp32 = master_grad
         if not all(scaler.neutral for scaler in scalers):
             attached.window.subscribers.append(ForgottenScale(policy.compute_dtype is torch.float16))
     if policy.casts_ops or policy.cast_ops:

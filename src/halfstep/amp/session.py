@@ -173,8 +173,7 @@ def master_params(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimi
     """The parameters that the optimizer updates: fp32 masters at O2, the model's own at other levels.
 
     ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`` right after ``amp.scale_loss`` clips
-    unscaled gradients. A master's ``grad`` is the gradient of the model's parameter, so clipping over
-    ``model.parameters()`` is the same.
+    unscaled gradients, in fp32. A master's ``grad`` is the gradient of the model's parameter, so the step uses it.
 
     Args:
         optimizer: one that ``amp.initialize`` returned, or any other, or a list of optimizers.

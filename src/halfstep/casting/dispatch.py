@@ -184,7 +184,8 @@ class CastMode(TorchFunctionMode):
             call_again = self.plan.call_again
             if call_again is None or isinstance(error, (HalfstepError, torch.OutOfMemoryError)):
                 raise
-            taken, result = call_again(self, rule or _as_it_is, func, args, kwargs or {})
+            rule = rule or (lambda _, func, args, kwargs: func(*args, **kwargs))
+            taken, result = call_again(self, rule, func, args, kwargs or {})
             if not taken:
                 raise
             note_meeting()
@@ -227,11 +228,6 @@ class CastMode(TorchFunctionMode):
             return value
         half = self.half_of(value)
         return value if half is None else self.cache.cast(value, half)
-
-
-def _as_it_is(mode: CastMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of ops that no list names."""
-    return func(*args, **kwargs)
 
 
 def function_modes() -> list[TorchFunctionMode]:

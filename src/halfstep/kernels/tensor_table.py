@@ -117,6 +117,8 @@ class TensorTable:
     def renew(self, tensors: list[torch.Tensor]) -> bool:
         """Put new tensors of the same kind into the first column, usually this step's gradients.
 
+        A list of plain tensors is kept as it is. A step clears it in the end, so that ``zero_grad`` frees them.
+
         Returns:
             False if their dtype, layout or placement differs, or if the memory of another column was replaced. The
             caller must then build a new table.
@@ -134,13 +136,6 @@ class TensorTable:
             return False
         self.columns[name] = (storage, (tensors,))
         return self._addresses is None or self._addresses.update(tensors)
-
-    def release(self) -> None:
-        """Drop the first column until the next ``renew``, so that ``zero_grad`` frees the gradients."""
-        name = next(iter(self.columns))
-        self.columns[name] = (self.columns[name][0], ([],))
-        if self._addresses is not None:
-            self._addresses.parts[0] = []
 
     def pointers(self, chunk: int) -> PointerTable:
         """Return the pointers and chunks of this table, built once per chunk size; all sizes share the addresses."""
@@ -184,7 +179,7 @@ class AddressTable:
         self._replayed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._known: list[list[int]] = []
         self._flat = array.array("q")  # on a CPU it is the memory of ``values``
-        self.update(self.parts[0])
+        self.update(next(iter(table.columns.values()))[1][0])
 
     def update(self, tensors: list[torch.Tensor]) -> bool:
         """Use new tensors as the first column, and write their addresses if these changed.

@@ -113,14 +113,6 @@ class FusedOptimizer(FusedState):
         """
         raise NotImplementedError
 
-    @property
-    def checks_gradients(self) -> bool:
-        """True if ``step`` itself looks for inf and NaN and writes the result to the ``found_inf`` set on it.
-
-        A step that clips does, because it reads the gradients for their norm anyway.
-        """
-        return self.options.max_grad_norm is not None
-
     # ---- what a user calls
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -356,4 +348,4 @@ class FusedOptimizer(FusedState):
                 if steps_done is not None:
                     steps_done.add_(1.0 if flag is None else 1.0 - flag)
                 increment_version(rows.weights)  # autograd does not see what kernels write
-                rows.table.release()
+                rows.table.columns["grad"][1][0].clear()  # so that `zero_grad` frees them

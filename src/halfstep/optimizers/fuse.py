@@ -33,11 +33,6 @@ _MASTERS = {"remainder": torch.int16, "master": torch.float32}
 """The dtypes of masters in the state of a 16-bit parameter. torch's own ``load_state_dict`` casts them to 16 bits."""
 
 
-def _torch_class(optimizer: object) -> Any:
-    """Return the class in ``torch.optim`` behind an optimizer's fused class."""
-    return next(cls for cls in type(optimizer).__mro__ if getattr(torch.optim, cls.__name__, None) is cls)
-
-
 class FusedTorchOptimizer(FusedOptimizer):
     """The common part of torch's optimizers in fused form.
 
@@ -57,7 +52,8 @@ class FusedTorchOptimizer(FusedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step like ``FusedOptimizer.step``, or like torch after ``unfuse``."""
-        own: Any = _hooked_step if isinstance(self, FusedTorchOptimizer) else _torch_class(self).step
+        of_torch: Any = (cls for cls in type(self).__mro__ if getattr(torch.optim, cls.__name__, None) is cls)
+        own: Any = _hooked_step if isinstance(self, FusedTorchOptimizer) else next(of_torch).step
         return own(self, closure, **kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # keeps torch from adding hooks, which both branches have

@@ -16,6 +16,7 @@ from ..kernels.multi_tensor import group_rows
 from ..kernels.shards import Domain, complete_sum, domain_of
 from ..kernels.tensor_table import TensorTable
 from ..parameters.ledger import widen
+from ..parameters.master_registry import find_master
 from .base import Hyper
 
 __all__ = ["LARC"]
@@ -121,7 +122,8 @@ class LARC:
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
-        widen([p for p in params if p.dtype is torch.float32])  # 16 bits would lose the weight decay
+        # 16 bits would lose the weight decay.
+        widen([p for p in params if p.dtype is torch.float32 or find_master(p) is not None])
         for table, domain in self._renewed(index, params, [p.grad for p in params]):
             grad_norm, param_norm = complete_sum(launch(table, larc_norms, {}), domain).sqrt()
             rate = self.trust_coefficient * param_norm / (grad_norm + param_norm * decay + self.eps)
@@ -130,7 +132,7 @@ class LARC:
             used = (param_norm != 0) & (grad_norm != 0)
             l2 = torch.where(used, torch.full_like(rate, decay), 0.0)
             launch(table, larc_rescale, {"l2": l2, "rate": torch.where(used, rate, 1.0)})
-            table.release()
+            table.columns["grad"][1][0].clear()
 
     def _renewed(
         self, index: int, params: list[torch.Tensor], grads: Sequence[torch.Tensor]

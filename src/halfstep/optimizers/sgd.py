@@ -46,17 +46,14 @@ def _by_torch(numbers: Scalars) -> TorchUpdate | None:
     return update
 
 
-def _momentum_by_torch(numbers: Scalars) -> TorchUpdate | None:
-    return _by_torch(numbers) if numbers["old"] else None  # without momentum torch writes no buffer
-
-
 @elementwise_kernel(by_torch=_by_torch)
 def sgd(grad: Any, param: Any, *, factor: Any, l2: Any, lr: Any) -> dict[str, Any]:
     """Update one element by gradient descent with L2 weight decay."""
     return {"param": param - (grad * factor + param * l2) * lr}
 
 
-@elementwise_kernel(by_torch=_momentum_by_torch)
+# Without momentum torch writes no buffer.
+@elementwise_kernel(by_torch=lambda numbers: _by_torch(numbers) if numbers["old"] else None)
 def momentum_sgd(
     grad: Any, param: Any, momentum_buffer: Any,
     *, factor: Any, l2: Any, old: Any, new: Any, direct: Any, smoothed: Any, late_l2: Any, lr: Any,

@@ -3,6 +3,7 @@
 - ``table.py``: one row (``Slot``) for each parameter. ``refresh`` is the one place that asks whether they changed;
   derived values are kept for as long as ``generation`` stays the same.
 - ``ledger.py``: the states of gradients around a backward pass. ``unscale.py``: unscaling and clipping in place.
+  ``uses.py``: the parameters that a pass reaches.
 - ``loss_scaler.py``: the loss scale, moved without reading the device. ``async_reader.py``: reads it later.
 - ``keeper.py``: chooses where masters are kept: beside the optimizer (``plain.py``) or split into weight and remainder
   (``split.py``). ``outside_writes.py``: writes to weights between steps. ``snapshot.py``: finds writes by value.

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from ..core.dtypes import is_half
 from ..core.errors import UsageError
 from ..kernels.shards import is_sharded, local, rewrapped
 from ..torch_internals.torch_compat import (
@@ -46,18 +45,14 @@ class MasterParameter(torch.nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient of the weight, in fp32 from here on."""
-        (grad,) = get_grads([self.weight])
-        if grad is not None and is_half(grad):
-            widen([self.weight])
-            (grad,) = get_grads([self.weight])
-        return grad
+        """The gradient of the weight, in fp32 from here on: it is the same tensor."""
+        widen([self.weight])
+        return get_grads([self.weight])[0]
 
     @grad.setter
     def grad(self, grad: torch.Tensor | None) -> None:
-        if grad is None:
-            self.weight.grad = None
-        else:
+        self.weight.grad = None
+        if grad is not None:
             set_grads([self.weight], [grad])
 
     def _ordinary(self) -> torch.nn.Parameter:
@@ -70,9 +65,7 @@ class MasterParameter(torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """An ordinary fp32 parameter."""
-        if id(self) not in memo:
-            memo[id(self)] = self._ordinary()
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return memo.setdefault(id(self), self._ordinary())  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as an ordinary fp32 parameter."""

@@ -60,24 +60,21 @@ class MasterKeeper:
         self.plain: PlainMasters | None = None
         self._half: list[weakref.ref[torch.Tensor]] = []
         weakref.finalize(self, _reset_grad_dtypes, self._half).atexit = False
-        narrow = False
         if masters is True and own and HAS_GRAD_DTYPE and isinstance(optimizer, KeepsMasters):
             self.table = optimizer.table
             self.table.start(self.table.new_master, fp32_grads=True)
             optimizer.keep_masters(originals)
-            # Whoever clips by hand needs fp32 gradients: torch takes a norm in the dtype of the gradient.
-            narrow = optimizer.options.max_grad_norm is not None
         else:
             self.table = OptimizerTable.of(optimizer, fp32_grads=bool(masters))
             self.plain = PlainMasters(self.table, originals) if masters is True else None
-        self.gradients = Gradients(self.table, narrow=narrow)
+        self.gradients = Gradients(self.table)
         self.adopt()
 
     def keep_plain(self, originals: dict[int, torch.Tensor]) -> None:
         """Keep masters here from now on: the optimizer, which had them in its state, goes on without its fused step."""
         if self.any:
             held = [None if slot.master is None else slot.master.held for slot in self.table.slots]
-            self.plain, self.gradients.narrow = PlainMasters(self.table, originals), False
+            self.plain = PlainMasters(self.table, originals)
             for slot, its in zip(self.table.slots, held, strict=True):
                 if slot.master is not None and its is not None:
                     keep_held(slot.master, its)

@@ -12,18 +12,22 @@
 - **none**: ``p.grad`` is None.
 - **scaled**: brought by backward passes and multiplied by the loss scale. So it is inside of a ``scale_loss`` block,
   and until a ``GradScaler`` unscales.
-- **ready**: what the step will use. The gradient of a 16-bit parameter with a master is fp32 then, so that a user may
-  take its norm and clip it: in 16 bits torch's ``clip_grad_norm_`` rounds the norm, and overflows in float16. It may
-  stay in 16 bits (``narrow``) where the user has said that no code clips by hand.
+- **ready**: what the step will use. The gradient of a 16-bit parameter with a master is fp32 then, with one exception:
+  what one pass in a block has computed in bfloat16, without a loss scale, is fp32 already in all but its bytes, so it
+  stays as it is (``Slot.narrow``). Code that adds to it, clips it or reads it as the gradient of a master makes it fp32
+  before. Each backward pass does so before it begins (``before_pass``), because torch adds up in the dtype of the
+  gradient that is there.
 - **saved**: set aside while a block is open, so that the pass in the block brings only its own gradient.
 
 The dtype in which autograd delivers a gradient is ``p.grad_dtype``. It is fp32 for a parameter with a master, so that
 plain backward passes add up in fp32. In a block that scales it is the dtype that the pass computes in, because the
-gradient is unscaled afterwards. Under DistributedDataParallel and FSDP2 it is the parameter's own dtype, because their
-buckets take nothing else. A block sets it when it begins and when it ends, and a wrapper at the beginning of each
-backward pass (``ddp_hook``), so no pass depends on how gradients were cleared before it.
+gradient is unscaled afterwards. So it is in a block without a scale, for parameters that the pass uses in one place
+(``uses``). Under DistributedDataParallel and FSDP2 it is the parameter's own dtype, because their buckets take nothing
+else. A block sets it when it begins and when it ends, a wrapper at the beginning of each backward pass (``ddp_hook``),
+and so does a pass without a block after blocks that have left gradients in bfloat16. So no pass depends on how
+gradients were cleared before it.
 
-Before torch 2.13 there is no ``Tensor.grad_dtype``, and the gradient of a 16-bit parameter cannot be fp32. There the
+Before torch 2.13 there is no ``Tensor.grad_dtype``, and the gradient of a 16-bit parameter cannot be fp32. There every
 fp32 gradient is kept beside ``p.grad``, which is its rounded image. If a user changes the image, for example by
 clipping over ``model.parameters()``, the image becomes the gradient, and the other bits are lost.
 """
@@ -32,18 +36,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..kernels import multi_tensor
 from ..kernels.shards import local
-from ..torch_internals.torch_compat import HAS_GRAD_DTYPE, is_view
+from ..torch_internals.torch_compat import (
+    HAS_GRAD_DTYPE,
+    ImperativeEngine,
+    backward_pass_id,
+    is_view,
+    replace_engine,
+)
 from .table import OptimizerTable, Slot, record_of, reduced_params
 from .unscale import Unscaler, reciprocal, widened
+from .uses import uses
 
-__all__ = ["Gradients", "get_grads", "set_grads", "widen"]
+__all__ = ["Gradients", "WatchedEngine", "get_grads", "set_grads", "widen"]
 
 
 class _Image(NamedTuple):
@@ -70,14 +81,12 @@ def set_grads(params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor]) -> 
     params = list(params)
     reduced = set(map(id, reduced_params(params)))
     for param, grad in zip(params, grads, strict=True):
-        if HAS_GRAD_DTYPE:
-            if param.grad_dtype is not grad.dtype:
-                param.grad = None
-                # Wrappers and shards take gradients of the parameter's dtype alone, and set it when a pass begins. For
-                # any other parameter later passes deliver the dtype that is there now, however gradients are cleared.
-                param.grad_dtype = None if id(param) in reduced else grad.dtype
-            param.grad = grad
-        elif grad.dtype is param.dtype:
+        if HAS_GRAD_DTYPE and param.grad_dtype is not grad.dtype:
+            param.grad = None
+            # Wrappers and shards take gradients of the parameter's dtype alone, and set it when a pass begins. For any
+            # other parameter later passes deliver the dtype that is there now, however gradients are cleared.
+            param.grad_dtype = None if id(param) in reduced else grad.dtype
+        if HAS_GRAD_DTYPE or grad.dtype is param.dtype:
             param.grad = grad
         else:
             param.grad = narrow = grad.to(param.dtype)
@@ -86,9 +95,9 @@ def set_grads(params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor]) -> 
 
 @torch.no_grad()
 def widen(params: Sequence[torch.Tensor]) -> None:
-    """Make 16-bit gradients of these parameters fp32."""
+    """Make 16-bit gradients of these parameters fp32, one after the other: the memory of each is freed at once."""
     half = [p for p, g in zip(params, get_grads(params), strict=True) if g is not None and g.dtype in HALF_DTYPES]
-    set_grads(half, [p.grad.float() for p in half])  # type: ignore[union-attr]
+    set_grads(half, (p.grad.float() for p in half))  # type: ignore[union-attr]
 
 
 class Gradients:
@@ -96,17 +105,14 @@ class Gradients:
 
     Args:
         table: the parameters.
-        narrow: True if a gradient that is to be fp32 may stay in 16 bits until the step when it is neither scaled nor
-            added to another.
 
     Attributes:
-        table, narrow: as given.
+        table: as given.
         has_saved: True if gradients were set aside when the open block was opened.
     """
 
-    def __init__(self, table: OptimizerTable, *, narrow: bool = False) -> None:
+    def __init__(self, table: OptimizerTable) -> None:
         self.table = table
-        self.narrow = narrow
         self._rows: list[Slot] = []  # what this optimizer has taken for the open pass
         self._generation = -1  # of the table then; -1 while no pass is open
         self._ready_for = -1  # the generation in which plain passes deliver what they should; -1 while they may not
@@ -117,7 +123,7 @@ class Gradients:
     # ---- around a backward pass
 
     def begin(
-        self, scale: torch.Tensor | None, block: object, in_place: Callable[[list[Slot]], list[Slot]] | None = None
+        self, scale: torch.Tensor | None, block: Any, in_place: Callable[[list[Slot]], list[Slot]] | None = None
     ) -> None:
         """Set aside the present gradients, so that a pass scaled by ``scale`` brings only its own.
 
@@ -126,9 +132,9 @@ class Gradients:
         Args:
             scale: by what the gradients of the pass are to be divided. With None nothing is set aside, unless
                 gradients are to become fp32.
-            block: the block that is opened; not kept alive.
-            in_place: picks the rows whose gradients stay in place, multiplied by ``scale``, because they are averaged
-                there with what the pass brings; None if there are none.
+            block: the block that is opened; not kept alive. Its ``loss``, if it has one, is what the pass begins from.
+            in_place: a function that picks the rows whose gradients stay in place, multiplied by ``scale``, because
+                they are averaged there with what the pass brings; None if there are none.
         """
         self._rows = [s for s in self.table.slots if s.grad.block is None or s.grad.block() is None]
         self._generation, self._ready_for = self.table.generation, -1
@@ -138,6 +144,11 @@ class Gradients:
         if scale is None and not self.table.fp32_grads:
             self._pending, self.has_saved = [], False
             return
+        if scale is None and hasattr(block, "loss") and None in [slot.narrow for slot in self._rows]:
+            self.table.find_narrow(uses([block.loss]))
+            NARROW.add(self)
+            weakref.finalize(self, replace_engine, _watched).atexit = False
+            replace_engine(_watched)
         there = [slot for slot in self._rows if slot.param.grad is not None]
         if there and in_place is not None:
             staying = in_place(there)
@@ -150,31 +161,43 @@ class Gradients:
             for slot, grad in zip(there, get_grads([slot.param for slot in there]), strict=True):
                 assert grad is not None
                 # A view may lie in a bucket of DistributedDataParallel, which the pass overwrites.
-                copied = is_view(grad) and grad.dtype is slot.param.dtype
-                slot.grad.saved = grad.clone() if copied else grad
+                slot.grad.saved = grad.clone() if is_view(grad) and grad.dtype is slot.param.dtype else grad
         # All are saved before the first is taken away, so that an interrupt anywhere leaves what `restore` needs.
         self._pending = [s for s in self._rows if s.param.grad is None or s.grad.saved is not None]
         for slot in there:
             slot.param.grad = None
-        self.expect(self._pending, as_computed=scale is not None or self.narrow)
+        self.expect(self._pending, block=True, scaled=scale is not None)
 
-    def expect(self, slots: Iterable[Slot] | None = None, *, as_computed: bool = False) -> None:
+    def expect(self, slots: Iterable[Slot] | None = None, *, block: bool = False, scaled: bool = False) -> None:
         """Choose the dtype in which the next pass delivers gradients to the parameters that have none.
 
         Args:
             slots: rows of the table; None for all.
-            as_computed: leave it to the pass, because the gradients become fp32, or are used up, before user code can
-                see them.
+            block: True if the pass has a block. The dtype of some gradients is left to the pass then.
+            scaled: True if the gradients become fp32 when the block ends, so that the dtype of all is left to the pass.
         """
         if not HAS_GRAD_DTYPE or not self.table.fp32_grads:
             return
-        dtype = None if as_computed else torch.float32
         for slot in self.table.slots if slots is None else slots:
             param = slot.param
             if param.grad is None:
-                chosen = dtype if slot.fp32 and not slot.reduced else param.dtype
-                if param.grad_dtype is not chosen:
-                    param.grad_dtype = chosen
+                dtype = None if scaled or (block and slot.narrow) else torch.float32
+                param.grad_dtype = dtype if slot.fp32 and not slot.reduced else param.dtype
+
+    def before_pass(self, roots: Sequence[Any], *, inside: bool) -> None:
+        """Make bfloat16 gradients fp32 to which a pass will add, and let it bring fp32 if it has no block.
+
+        Args:
+            roots: the tensors that the pass begins from.
+            inside: True for a pass inside of another pass, as reentrant checkpoints have. Both may bring gradients of
+                a parameter, in any order, so these are fp32.
+        """
+        rows = [slot for slot in self.table.slots if slot.narrow]
+        if there := [s.param for s in rows if (grad := s.param.grad) is not None and grad.dtype is torch.bfloat16]:
+            reached = uses(roots)
+            widen([param for param in there if id(param) in reached])
+        if plain := [s for s in rows if inside or s.grad.block is None or s.grad.block() is None]:
+            self.expect(plain)
 
     @torch.no_grad()
     def multiply(self, params: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
@@ -221,19 +244,19 @@ class Gradients:
             self._rows += [s for s in left if s.grad.block is None or s.grad.block() is None]
         rows = self._rows
         inv_scale = None if scale is None else reciprocal(scale)
-        narrow: list[Slot] = []
-        saved = bool([None for slot in rows if slot.grad.saved is not None])
-        if self.table.fp32_grads and (inv_scale is not None or saved or not self.narrow):
-            narrow = [s for s in rows if s.fp32 and (g := s.param.grad) is not None and g.dtype in HALF_DTYPES]
+        narrow = [s for s in rows if s.fp32 and (g := s.param.grad) is not None and g.dtype in HALF_DTYPES]
+        if narrow and inv_scale is None:
+            # Duplicates of an index in a sparse gradient are yet to be added up.
+            narrow = [s for s in narrow if not s.narrow or s.grad.saved is not None or s.param.grad.is_sparse]  # type: ignore[union-attr]
         if narrow:
-            self._unscale_into(narrow, rows, inv_scale, found_inf)
+            self._unscale_into(narrow, narrow if inv_scale is None else rows, inv_scale, found_inf)
         elif inv_scale is not None:
             self._unscaler.unscale(self._unscaler.gather([s.param for s in rows]), inv_scale, found_inf)
-        if saved:
-            self._add_saved(rows)
+        if saved := [slot for slot in rows if slot.grad.saved is not None]:
+            self._add_saved(saved)
         if without := [slot for slot in self._pending if slot.param.grad is None]:
             self.expect(without)
-        if self._pending and not (self.narrow or self.table.reduces):
+        if self._pending and not self.table.reduces:
             self._ready_for = self.table.generation
         for slot in rows:
             slot.grad.saved = slot.grad.block = None
@@ -247,21 +270,20 @@ class Gradients:
 
         Args:
             narrow: the rows whose 16-bit gradients become fp32.
-            rows: all rows whose gradients are unscaled.
+            rows: all rows whose gradients are unscaled; ``narrow`` if the gradients are not scaled.
             inv_scale: 0-dim float32 tensor; None if the gradients are not scaled.
             found_inf: as in ``finish``.
         """
-        first: dict[int, torch.Tensor] = {}
         again: list[Slot] = []
+        first: dict[int, torch.Tensor] = {}
         for slot in narrow:
-            param, saved = slot.param, slot.grad.saved
-            if param.grad.is_sparse:  # type: ignore[union-attr]
+            if slot.param.grad.is_sparse:  # type: ignore[union-attr]
                 # Coalesced in fp32, where duplicates of an index cannot overflow.
-                set_grads([param], [param.grad.float().coalesce()])  # type: ignore[union-attr]
-            elif saved is not None and not saved.is_sparse:
+                set_grads([slot.param], [slot.param.grad.float().coalesce()])  # type: ignore[union-attr]
+            elif slot.grad.saved is not None and not slot.grad.saved.is_sparse:
                 again.append(slot)
-            elif inv_scale is not None or not self.narrow:
-                first[id(param)] = param
+            else:
+                first[id(slot.param)] = slot.param
         if again:
             owners = [slot.param for slot in again]
             grads: list[torch.Tensor] = [param.grad for param in owners]  # type: ignore[misc]
@@ -271,11 +293,8 @@ class Gradients:
             for slot, total in zip(again, sums, strict=True):
                 slot.grad.saved = None
                 set_grads([slot.param], [total])
-        if inv_scale is None:
-            params = list(first.values())
-        else:
-            done = set(map(id, again))
-            params = [s.param for s in rows if s.param.grad is not None and id(s) not in done]
+        done = set(map(id, again))
+        params = [s.param for s in rows if s.param.grad is not None and id(s) not in done]
         if params:
             grads = self._unscaler.gather(params)
             targets = [
@@ -288,8 +307,7 @@ class Gradients:
 
     @torch.no_grad()
     def _add_saved(self, rows: Sequence[Slot]) -> None:
-        mine = [slot for slot in rows if slot.grad.saved is not None]
-        for slot, grad in zip(mine, get_grads([slot.param for slot in mine]), strict=True):
+        for slot, grad in zip(rows, get_grads([slot.param for slot in rows]), strict=True):
             param, before, slot.grad.saved = slot.param, slot.grad.saved, None
             assert before is not None
             if grad is None:
@@ -333,9 +351,13 @@ class Gradients:
         self._unscaler.unscale(grads, torch.ones_like(scale) if left else reciprocal(scale), found_inf)
         return left
 
+    def widen(self) -> None:
+        """Make the gradients fp32 that are to be read in fp32."""
+        widen([slot.param for slot in self.table.slots if slot.fp32])
+
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip unscaled gradients to a total norm; see ``Unscaler.clip``."""
-        widen([slot.param for slot in self.table.slots if slot.fp32])
+        self.widen()
         return self._unscaler.clip(self.table.params, max_norm, norm_type)
 
     def unscale_and_clip(
@@ -359,3 +381,37 @@ class Gradients:
         self.expect()
         if not (self._rows or self.table.reduces):
             self._ready_for = self.table.generation
+
+
+NARROW: weakref.WeakSet[Gradients] = weakref.WeakSet()
+"""The gradients of optimizers that blocks leave in bfloat16."""
+
+
+class WatchedEngine(ImperativeEngine):
+    """torch's engine of backward passes. Gradients that a pass may add to become fp32 before it.
+
+    The engine is the one place that Python goes through: ``Tensor.backward``, ``torch.autograd.backward`` in reentrant
+    checkpoints, compiled autograd, and schedules of pipelines that call ``Variable._execution_engine`` themselves.
+    Passes that C++ or TorchScript begins do not go through it.
+
+    Attributes:
+        watched: the engine that runs the passes.
+    """
+
+    def __init__(self, watched: Any) -> None:
+        self.watched = watched
+
+    def run_backward(self, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the pass."""
+        if kwargs.get("accumulate_grad") or args[5:6] == (True,):
+            for gradients in list(NARROW):
+                gradients.before_pass(tensors, inside=backward_pass_id() != -1)
+        return self.watched.run_backward(tensors, *args, **kwargs)
+
+
+def _watched(engine: Any) -> Any:
+    """Return the engine for passes: one that watches as long as there are gradients in bfloat16."""
+    live, watches = list(NARROW), isinstance(engine, WatchedEngine)
+    if live and not watches:
+        return WatchedEngine(engine)
+    return engine.watched if watches and not live else engine

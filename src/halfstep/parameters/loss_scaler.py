@@ -195,11 +195,8 @@ class DeviceLossScaler:
         self._present = None
         self._known_scale = scale  # the scale after the latest update that the host has read
         self._stuck = 0  # overflows in a row, up to that update, that began at or below the collapse scale
-        return LossScaleState(
-            torch.full((), scale, dtype=torch.float32, device=device),
-            torch.full((), good, dtype=torch.int32, device=device),
-            torch.full((), bad, dtype=torch.int32, device=device),
-        )
+        counts = [torch.full((), count, dtype=torch.int32, device=device) for count in (good, bad)]
+        return LossScaleState(torch.full((), scale, dtype=torch.float32, device=device), *counts)
 
     def _pick_up(self, *, wait: bool = False) -> None:
         """Log and count the updates whose results have arrived on the host."""

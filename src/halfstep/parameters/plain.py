@@ -188,9 +188,9 @@ class PlainMasters:
         """Load the masters that ``save``, or a fused optimizer, has added."""
         for param, name in _names(optimizer, saved):
             state = saved["state"].get(name, {})
-            slot = self.table.find(param)
-            if slot is not None and slot.master is not None and not is_saved_elsewhere(param) and _has_master(state):
-                slot.master.write(state["master"] if "master" in state else master_value(param, state))
+            master = self.table.master_of(param)
+            if master is not None and not is_saved_elsewhere(param) and _has_master(state):
+                master.write(state["master"] if "master" in state else master_value(param, state))
 
 
 @torch.no_grad()
@@ -209,15 +209,11 @@ def _new_master(optimizer: Callable[[], Any], originals: dict[int, torch.Tensor]
         fp32 = weight.float() if start is None else honoured(start.to(param.device, torch.float32), weight)
         master = Plain(param, fp32)
     state = optimizer().state.get(param) or {}
+    like_float64 = torch.float64, param.shape  # of a parameter that was float64 itself
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and (is_half(value) or _is_float64_like(value, param)):
+        if isinstance(value, torch.Tensor) and (is_half(value) or (value.dtype, value.shape) == like_float64):
             state[name] = value.float()
     return master
-
-
-def _is_float64_like(value: torch.Tensor, param: torch.Tensor) -> bool:
-    """True if a state is the float64 state of a parameter that was float64 itself."""
-    return value.dtype is torch.float64 and value.shape == param.shape
 
 
 class _StateByMaster(defaultdict[Any, Any]):

@@ -7,7 +7,6 @@ import sys
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from ..core.dtypes import HALF_DTYPES
 from ..torch_internals.torch_compat import HAS_GRAD_DTYPE, STATE_INIT, STATE_MODULE
 
 __all__ = ["patch_state_init"]
@@ -64,10 +63,8 @@ def _patch(module: Any) -> None:
         attached = getattr(optimizer, "_amp_stash", None)
         if attached is None:
             return own(optimizer, *args, **kwargs)
-        params = attached.window.params()
-        for param in params:
-            if param.grad is None and param.dtype in HALF_DTYPES:
-                param.grad_dtype = None
+        attached.window.params()
+        attached.window.keeper.gradients.expect(scaled=True)
         result = own(optimizer, *args, **kwargs)
         attached.window.keeper.gradients.expect()
         return result

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..core.dtypes import HALF_DTYPES
 from ..kernels.shards import ORDINARY, is_sharded
+from ..torch_internals.torch_compat import HAS_GRAD_DTYPE
 
 __all__ = [
     "REDUCTIONS",
@@ -142,6 +143,8 @@ class Slot:
         group: the place of its group in ``param_groups``.
         grad: the record of its gradient.
         fp32: True if its gradient is to be fp32 although backward passes compute it in 16 bits.
+        narrow: True if the gradient of a pass in a block stays in the bfloat16 that the pass computes it in, unless a
+            loss scale or another gradient makes it fp32. None until ``find_narrow`` has found it.
         reduced: True if ranks reduce its gradient, in a wrapper's bucket or because it is sharded. Buckets and shards
             take gradients of the parameter's own dtype only.
         since: the generation of the table with which the parameter came to the optimizer.
@@ -154,6 +157,7 @@ class Slot:
     group: int
     grad: GradRecord
     fp32: bool = False
+    narrow: bool | None = None
     reduced: bool = False
     since: int = 0
     master: Master | None = None
@@ -171,6 +175,7 @@ class OptimizerTable:
     Attributes:
         optimizer: a weak reference to the optimizer.
         fp32_grads: True if gradients of 16-bit parameters are to be fp32, because the parameters have masters.
+        always_fp32: True if no block leaves any of them in bfloat16; see ``Slot.narrow``.
         new_master: makes the master of a 16-bit parameter that has none yet; None if it is to have none.
         slots: the rows, in the order of the groups.
         params: the parameters of the rows.
@@ -189,6 +194,7 @@ class OptimizerTable:
     generation: int = 0
     reduces: bool = False
     frozen: bool = False
+    always_fp32: bool = False
     _by_id: dict[int, Slot] = field(default_factory=dict)
     _gone: MutableMapping[torch.Tensor, Master] = field(default_factory=WeakIdKeyDictionary)
     _kinds: list[Any] = field(default_factory=list)
@@ -246,6 +252,8 @@ class OptimizerTable:
                     slot = Slot(param, group, record_of(param), since=generation, master=master)
                 slot.group, slot.reduced = group, id(param) in reduced
                 slot.fp32 = self.fp32_grads and param.dtype in HALF_DTYPES
+                # Ranks take gradients of the parameter's dtype. Any other may have one in bfloat16 to add up.
+                slot.narrow = None if slot.reduced or not slot.fp32 else slot.narrow or None
                 if slot.master is None and self.new_master is not None and param.dtype in HALF_DTYPES:
                     slot.master = self.new_master(param)
                 slots.append(slot)
@@ -258,9 +266,17 @@ class OptimizerTable:
         self.generation = generation
         return slots
 
-    def find(self, param: torch.Tensor) -> Slot | None:
-        """The row of a parameter; None if it has none."""
-        return self._by_id.get(id(param))
+    def find_narrow(self, uses: Mapping[int, int]) -> None:
+        """Find the gradients that stay in bfloat16, for this generation.
+
+        Args:
+            uses: in how many places a pass uses each parameter, by identity. If in several, or in none, the gradient is
+                fp32: autograd adds up the gradients of the places in the dtype that it delivers, and a sum in bfloat16
+                is rounded at each of them.
+        """
+        for slot in self.slots:
+            found = slot.fp32 and not slot.reduced and slot.param.dtype is torch.bfloat16 and HAS_GRAD_DTYPE
+            slot.narrow = found and not self.always_fp32 and uses.get(id(slot.param)) == 1
 
     def master_of(self, param: torch.Tensor) -> Master | None:
         """The master of a parameter, also of one that was taken out of the optimizer; None without one."""

@@ -51,11 +51,7 @@ class Unscaler(TensorGroupsCache):
         """Return the gradients of parameters of any kind as real dense views."""
         owners = list(params)
         grads = [grad for p in owners if (grad := p.grad) is not None]
-        if len(grads) < len(owners):
-            owners = [p for p in owners if p.grad is not None]
-        if not owners:
-            return []
-        self._owners = owners
+        self._owners = owners = owners if len(grads) == len(owners) else [p for p in owners if p.grad is not None]
         if [grad for grad in grads if grad.is_sparse or grad.is_complex()]:
             for i, param in enumerate(owners):
                 if grads[i].is_sparse and not grads[i].is_coalesced():

@@ -125,8 +125,7 @@ recorded."""
 @torch.optim.Optimizer.profile_hook_step
 def _run_hooked(optimizer: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
     """Take the step of an attached optimizer with torch's hooks around it: none runs for a step that the host skips."""
-    attached = optimizer._amp_stash
-    return attached._take(closure, args, kwargs)
+    return optimizer._amp_stash._take(closure, args, kwargs)
 
 
 class AttachedOptimizer:
@@ -228,7 +227,7 @@ class AttachedOptimizer:
         # optimizers, which can go on without their fused step.
         checks = isinstance(optimizer, FusedOptimizer) and not isinstance(optimizer, FusedTorchOptimizer)
         checks = checks and not (self.window.records or observers or (dist.is_available() and dist.is_initialized()))
-        checks = checks and optimizer.checks_gradients
+        checks = checks and optimizer.options.max_grad_norm is not None  # it looks at them where it takes their norm
         if self.window.keeper.gradients.unscale_or_check(scale, found_inf, step_checks=checks):
             self.grad_scale = scale
 

@@ -74,7 +74,7 @@ class ScaledBackward:
         check: bool = True,
     ) -> None:
         check_loss(name, loss)
-        self._loss = loss
+        self.loss = loss
         self._windows = windows
         self._scaler = scaler
         self._name = name
@@ -98,7 +98,7 @@ class ScaledBackward:
 
     @eager
     def __enter__(self) -> torch.Tensor:
-        loss = self._loss
+        loss = self.loss
         guard = functools.partial(_refuse_unscaled, self._reached, self._name)
         try:
             scales = self._found_inf is not None or not self._scaler.neutral
@@ -154,7 +154,7 @@ class ScaledBackward:
             callback()
         found_inf = self._found_inf
         if found_inf is None:
-            found_inf = torch.zeros((), dtype=torch.float32, device=self._loss.device)
+            found_inf = torch.zeros((), dtype=torch.float32, device=self.loss.device)
         # A pass without gradients does not count: under FSDP2 without synchronization they come later.
         found = [window.finish(self._scale, found_inf, self._scaler) for window in self._windows]
         for window in list(self._beside):

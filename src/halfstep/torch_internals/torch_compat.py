@@ -22,6 +22,7 @@ from torch._C import _dispatch_get_all_op_names as all_op_names
 from torch._C import _get_dispatch_stack_at as dispatch_mode_at
 from torch._C import _get_function_stack_at as function_mode_at
 from torch._C import _get_tracing_state as jit_tracing_state
+from torch._C import _ImperativeEngine as ImperativeEngine
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _jit_get_schemas_for_operator as schemas_of_op
 from torch._C import _len_torch_dispatch_stack as dispatch_mode_count
@@ -38,6 +39,7 @@ from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 from torch.amp.grad_scaler import OptState
 from torch.amp.grad_scaler import _refresh_per_optimizer_state as new_optimizer_state
 from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
+from torch.autograd.variable import Variable
 from torch.distributions.dirichlet import _Dirichlet as Dirichlet
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
@@ -52,17 +54,21 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
 __all__ = [
     "C_NAMESPACES",
     "HAS_GRAD_DTYPE",
     "STATE_INIT",
     "STATE_MODULE",
+    "AccumulateGrad",
     "BatchNorm",
     "DeviceContext",
     "Dirichlet",
     "DisableTorchDispatch",
     "DisableTorchFunction",
     "FunctionSchema",
+    "ImperativeEngine",
     "InstanceNorm",
     "OpOverload",
     "OpOverloadPacket",
@@ -125,6 +131,7 @@ __all__ = [
     "rebuild_buckets",
     "register_state_dict_hook",
     "renew_flat_weights",
+    "replace_engine",
     "saved_hooks",
     "saved_hooks_allowed",
     "scale_of",
@@ -303,6 +310,11 @@ def has_recording_mode() -> bool:
 def is_view(tensor: torch.Tensor) -> bool:
     """True if autograd knows a tensor as a view."""
     return tensor._is_view()
+
+
+def replace_engine(replace: Callable[[Any], Any]) -> None:
+    """Let backward passes that Python begins go through the engine that a function returns for the present one."""
+    Variable._execution_engine = replace(Variable._execution_engine)
 
 
 def saved_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

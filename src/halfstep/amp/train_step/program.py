@@ -16,7 +16,7 @@ import torch
 from ...kernels.shards import is_sharded
 from ...parameters.ledger import get_grads, set_grads
 from ...torch_internals.compiler_compat import compile_errors, compile_with_autograd, own_code
-from ...torch_internals.torch_compat import HAS_GRAD_DTYPE, tensor_hooks
+from ...torch_internals.torch_compat import tensor_hooks
 from .signature import Signature
 
 __all__ = ["CompiledPasses"]
@@ -128,11 +128,6 @@ def _first_line(error: Exception) -> str:
 def _add_grads(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
     """Add to parameters' gradients, as autograd does at the end of a backward pass; None adds nothing."""
     for param, present, grad in zip(params, get_grads(params), grads, strict=True):
-        if grad is None:
-            continue
-        if present is not None:
-            set_grads([param], [present.add_(grad)])
-        elif HAS_GRAD_DTYPE and param.grad_dtype is not None:
-            param.grad = grad.to(param.grad_dtype)
-        else:
-            set_grads([param], [grad])
+        if grad is not None:
+            dtype = getattr(param, "grad_dtype", None) or grad.dtype
+            set_grads([param], [grad.to(dtype) if present is None else present.add_(grad)])

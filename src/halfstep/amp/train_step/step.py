@@ -204,6 +204,8 @@ class TrainStep:
         if self.max_grad_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
+            elif (attached := attached_to(self.optimizer)) is not None:
+                attached.keeper.gradients.widen()
             params = list(self._params())
             # torch cannot clip plain tensors together with shards, nor shards on several meshes.
             meshes = {id(place and place[0]) for place in placements_of(params)}
@@ -253,6 +255,8 @@ class TrainStep:
             return nullcontext(self.scaler.scale(loss))
         attached = attached_to(self.optimizer)
         if attached is not None and attached.session is not None:
+            # The graphs of a window are recorded call by call, and each meets the gradients that the last has left.
+            attached.keeper.table.always_fp32 |= self.accumulate > 1
             return scale_loss(loss, self.optimizer)
         return nullcontext(loss)
 

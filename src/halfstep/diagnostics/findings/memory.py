@@ -30,14 +30,14 @@ class OptimizerMemory(NamedTuple):
         state: the moments and other state of fp32 weights and of weights at O2.
         state_of_halves: the state of weights without masters, at O3.
         split: True if bfloat16 weights have split masters, of 2 bytes.
-        gradients: the gradients of bfloat16 weights with masters; None if the backward pass frees them at every level.
+        released: True if the backward pass frees gradients.
     """
 
     name: str
     state: int
     state_of_halves: int
     split: bool = True
-    gradients: int | None = 4
+    released: bool = False
 
 
 OPTIMIZERS = (
@@ -50,9 +50,8 @@ OPTIMIZERS = (
     OptimizerMemory("FusedSGD, momentum", 4, 4),
     OptimizerMemory("FusedAdam", 8, 8),
     OptimizerMemory("FusedAdam, bfloat16 state", 6, 6),
-    OptimizerMemory("FusedAdam, max_grad_norm", 8, 8, gradients=2),
-    OptimizerMemory("FusedAdam, release=True", 8, 8, gradients=None),
-    OptimizerMemory("FusedLAMB", 8, 8, gradients=2),
+    OptimizerMemory("FusedAdam, release=True", 8, 8, released=True),
+    OptimizerMemory("FusedLAMB", 8, 8),
     OptimizerMemory("FusedMuon", 4, 4),
     OptimizerMemory("FusedNovoGrad", 4, 4),
     OptimizerMemory("FusedAdagrad", 4, 4),
@@ -104,9 +103,8 @@ def lines() -> Iterator[MemoryLine]:
         for level, dtype in LEVELS:
             full, split = level in ("O0", "O1"), kept.split and dtype == "bfloat16"
             masters = 0 if level != "O2" else 2 if split else 4
-            gradients = 4 if full else 2 if level == "O3" else (kept.gradients or 0) if split else 4
             weights, state = 4 if full else 2, kept.state_of_halves if level == "O3" else kept.state
-            gradients = 0 if kept.gradients is None else gradients
+            gradients = 0 if kept.released else 4 if level == "O2" and dtype == "float16" else weights
             yield MemoryLine(level, dtype, kept.name, weights, masters, state, gradients)
 
 

@@ -34,7 +34,7 @@ class TritonLauncher(GeneratedLauncher):
 
     def __init__(self, kernel: ElementwiseKernel, table: TensorTable) -> None:
         layout = layout_of(kernel, table)
-        self._module = _module(kernel, layout, _interpreted())
+        self._module = _module(kernel, layout, os.environ.get("TRITON_INTERPRET") == "1")
         self._config = launch_config.default(kernel)
         super().__init__(kernel, layout, table, self._config.elements)
         self._device = table.device
@@ -78,10 +78,6 @@ class TritonLauncher(GeneratedLauncher):
 def _on(device: torch.device) -> AbstractContextManager[None]:
     """Make a device current, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache

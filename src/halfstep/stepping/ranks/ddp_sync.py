@@ -215,14 +215,11 @@ class RankSync:
             if averaged:
                 reduction.rebuild_buckets()
                 # Ranks can average a pass that began unsynced. They did not send the set-aside gradients in this case.
-                if reduction.will_sync or not self._has_saved(reduction):
+                saved = [slot.param for slot in self._slots if slot.grad.saved is not None]
+                if reduction.will_sync or not any(map(reduction.holds, saved)):
                     self._unsynced.pop(reduction, None)
             elif brought or not reduction.will_sync:
                 self._unsynced[reduction] = self._unsynced.get(reduction, 0) + 1
-
-    def _has_saved(self, reduction: DDPHook) -> bool:
-        """True if gradients of a wrapper's parameters are still set aside."""
-        return any(slot.grad.saved is not None and reduction.holds(slot.param) for slot in self._slots)
 
     def abandon_backward(self) -> bool:
         """True if a failed backward pass has lost the gradients accumulated before it, which were in a bucket."""
