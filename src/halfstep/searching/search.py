@@ -32,7 +32,7 @@ __all__ = ["search"]
 logger = logging.getLogger("halfstep")
 
 _RANGE = {torch.float16: 2.0**15, torch.bfloat16: math.inf}
-"""The size of a number from which on its unit comes first, regardless of its score."""
+"""The size of a number, or the number of terms in a sum, from which on a unit comes first, whatever its score."""
 
 
 def search(
@@ -114,6 +114,7 @@ def search(
         elif unit == "op":
             units, score = seen.ops(), op_scores
         limit = _RANGE[setting.dtype] if products is None else math.inf
+        beyond = seen.beyond(limit, terms=limit)
         finder = Finder(
             trials=Trials(model, step, guard.metric, setting),
             guard=guard,
@@ -121,7 +122,7 @@ def search(
             units=units,
             always=chosen(units, keep or ()),
             score=lambda: score(model, units, step, halves[0], setting),
-            early={name for name, largest in seen.largest.items() if largest > limit},
+            early={name for name in units if any(f"{each}.".startswith(f"{name}.") for each in beyond)},
             budget=budget,
             checkpoint=checkpoint,
             say=say,

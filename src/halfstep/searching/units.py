@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,24 +27,47 @@ _HARMLESS = frozenset((
 """Functions that a container may call between its modules without being a unit by itself."""
 
 
+_PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1}
+"""Matrix products, and which of their tensors has the terms of a sum as its last dimension."""
+
+_SUMS = frozenset(("sum", "mean", "prod", "cumsum", "cumprod", "logsumexp", "var", "std"))
+
+
+def _terms(name: str, call: FunctionCall) -> int:
+    """The number of terms in a sum that a function computes; 0 if it computes none."""
+    tensors = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, torch.Tensor)]
+    if name in _PRODUCTS:
+        return tensors[_PRODUCTS[name]].shape[-1]
+    if name.startswith("conv") and len(tensors) > 1:
+        weight = tensors[1]
+        return weight.numel() // max(weight.shape[1 if "transpose" in name else 0], 1)
+    if name not in _SUMS:
+        return 0
+    over = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+    dims = over if isinstance(over, (tuple, list)) else range(tensors[0].dim()) if over is None else [over]
+    return math.prod(tensors[0].shape[dim] for dim in dims)
+
+
 class Seen:
     """The record of a watched pass in fp32.
 
     Attributes:
         called: the names of the modules that ran, in the order of their first calls.
         own: the canonical names of the functions that each module called outside its submodules.
-        largest: the largest absolute number that each module read or gave.
+        largest: the largest absolute number that each module read or gave, or has as a weight.
+        terms: the largest number of terms in a sum that each module computed outside its submodules.
     """
 
     def __init__(self) -> None:
         self.called: dict[str, None] = {}
         self.own: dict[str, set[str]] = {}
         self.largest: dict[str, float] = {}
+        self.terms: dict[str, int] = {}
 
     def entered(self, call: Any, args: Any, kwargs: Any) -> None:
         """Note a call of a module, and its inputs."""
         self.called.setdefault(call.name)
-        self._note(call.name, args)
+        self._note(call.name, (*args, *call.of.parameters(recurse=False)))
 
     def returned(self, call: Any, args: Any, output: Any) -> None:
         """Note the result of a call."""
@@ -55,6 +79,10 @@ class Seen:
                 with DisableTorchFunction():  # the watch would take them for ops of the module
                     amax = float(value.detach().abs().amax())
                 self.largest[name] = max(self.largest.get(name, 0.0), amax)
+
+    def beyond(self, limit: float, terms: float) -> set[str]:
+        """The modules with a number beyond a limit, or a sum of more terms than another, as AutoCast's rules are."""
+        return {name for name in self.called if self.largest.get(name, 0.0) > limit or self.terms.get(name, 0) > terms}
 
     def ops(self) -> list[str]:
         """The ops that O1 leaves in 16 bits, in the order of their names."""
@@ -86,7 +114,9 @@ def watched(model: nn.Module, run: Callable[[], Any]) -> Seen:
     def note(call: FunctionCall) -> None:
         spelling = spellings().get(call.function)
         if spelling is not None and computes(spelling[0]) and watch.running:
-            seen.own.setdefault(watch.running[-1].name, set()).add(spelling[0])
+            module = watch.running[-1].name
+            seen.own.setdefault(module, set()).add(spelling[0])
+            seen.terms[module] = max(seen.terms.get(module, 0), _terms(spelling[0], call))
 
     watch = CallWatch(qualified_names(model), modules=seen, functions=note)
     with watch:
