@@ -58,6 +58,9 @@ def test_in_healthy_models_nothing_must_stay(kind: str, level: str) -> None:
     assert (result.status, result.keep, len(result.runs)) == ("found", (), 2)
     assert "nothing must stay in fp32" in str(result)
     assert result.options == {"opt_level": level, "dtype": "bfloat16"}
+    units = list(result.flops)
+    assert sorted(row["unit"] for row in result.table()) == sorted(units)  # which would be next is known all the same
+    assert all(row["forward"] + row["backward"] < math.inf for row in result.table())
 
 
 def test_where_no_unit_is_guilty_alone_a_set_is_found() -> None:

@@ -67,9 +67,9 @@ class Finder:
             CannotError: if nothing that was tried passes, or the budget has ended.
         """
         self._begin()
-        if self.test(()):
+        fits, order = self.test(()), self._order()
+        if fits:
             return self._confirmed([])
-        order = self._order()
         if not order:
             raise CannotError("there is no unit to put in fp32.")
         size = 1

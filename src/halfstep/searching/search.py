@@ -32,7 +32,7 @@ __all__ = ["search"]
 logger = logging.getLogger("halfstep")
 
 _RANGE = {torch.float16: 2.0**15, torch.bfloat16: math.inf}
-"""The size of a number, or the number of terms in a sum, from which on a unit comes first, whatever its score."""
+"""The size of a number, or the number of terms in a sum, from which on a unit comes first."""
 
 
 def search(
