@@ -2,7 +2,8 @@
 
 It rounds a tensor of 4096 x 1024 into a buffer that is kept, with blocks along its last dimension and along its first
 one. For the comparison "torch cast" is a cast to float8_e4m3fn and back, and "torchao" its ``to_mx`` and
-``dequantize`` for MXFP8, where it is installed.
+``dequantize`` for MXFP8, where it is installed. Both empty the cache for the copy that comes next; ``--format`` leaves
+them out.
 
 With ``--training`` it times steps of SGD of two models instead, by each recipe and in fp32: four linear layers of 1024
 without biases with batches of 512 and 128, and a transformer block of width 256 with 512 tokens. For the comparison
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,13 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=["float32", "bfloat16", "float16"], action="append", help="default: fp32, bf16"
     )
     parser.add_argument("--training", action="store_true", help="time training steps by each recipe")
+    parser.add_argument("--cpu-time", action="store_true", help="time of one thread, on a CPU that others use too")
     parser.add_argument("--recipe", action="append", help="a label of --training beside fp32; default: all")
     parser.add_argument("--format", action="append", help="a format as it prints; default: all that have a name")
 
 
 def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
-    limits = {"rounds": args.steps, "min_seconds": args.min_seconds, "max_seconds": args.max_seconds}
+    if args.cpu_time:
+        torch.set_num_threads(1)
+    clock = time.thread_time if args.cpu_time else time.perf_counter
+    limits: dict[str, Any] = {"rounds": args.steps, "min_seconds": args.min_seconds, "max_seconds": args.max_seconds}
     everything: list[Timing] = []
     if args.training:
         known = _CONTENDERS | ({_TORCHAO: _TORCHAO} if importlib.util.find_spec("torchao") else {})
@@ -59,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             x = torch.randn(shape, device=device)
             contenders = [Contender(label, partial(_step, model(), x, recipe)) for label, recipe in recipes.items()]
             print(f"{name}, backend {backend_for(device)}, {torch.get_num_threads()} threads")
-            timings = interleave(contenders, device=device, baseline="fp32", **limits)
+            timings = interleave(contenders, device=device, baseline="fp32", clock=clock, **limits)
             print(table(timings, "fp32"))
             everything += [Timing(f"{name}, {timing.name}", timing.seconds, timing.ratio) for timing in timings]
         if args.json:
@@ -73,14 +80,16 @@ def run(args: argparse.Namespace) -> int:
         source = torch.randn(*args.size, device=device).to(dtype)
         out = torch.empty_like(source)
         print(f"{dtype_name(dtype)}, backend {backend_for(device)}, {torch.get_num_threads()} threads")
-        contenders = [Contender(BASELINE, partial(out.copy_, source)), Contender("torch cast", partial(_cast, source))]
+        contenders = [Contender(BASELINE, partial(out.copy_, source))]
+        if not args.format:
+            contenders.append(Contender("torch cast", partial(_cast, source)))
         for format in formats:
             contenders.append(Contender(str(format), partial(round_to, source, format, out=out)))
             if format.block != "tensor" and format.sides != (128, 128):
                 contenders.append(Contender(f"{format}, dim=0", partial(round_to, source, format, dim=0, out=out)))
-        if importlib.util.find_spec("torchao") and dtype is not torch.float16:
+        if not args.format and importlib.util.find_spec("torchao") and dtype is not torch.float16:
             contenders.append(Contender("torchao mxfp8", partial(_torchao, source)))
-        timings = interleave(contenders, device=device, baseline=BASELINE, **limits)
+        timings = interleave(contenders, device=device, baseline=BASELINE, clock=clock, **limits)
         print(table(timings, BASELINE))
         everything += [Timing(f"{name}, {timing.name}", timing.seconds, timing.ratio) for timing in timings]
     if args.json:

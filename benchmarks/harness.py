@@ -81,8 +81,12 @@ def interleave(
     min_seconds: float = 0.0,
     max_seconds: float = 300.0,
     warm_up: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Timing]:
-    """Time one step of each contender a round, for at least ``rounds`` and ``min_seconds``, up to ``max_seconds``."""
+    """Time one step of each contender a round, for at least ``rounds`` and ``min_seconds``, up to ``max_seconds``.
+
+    ``time.thread_time`` as the clock counts the time of this thread alone, for a CPU that other programs use too.
+    """
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     began = time.perf_counter()
     done = 0
@@ -98,7 +102,7 @@ def interleave(
             turn = done % len(contenders)
             for contender in [*contenders[turn:], *contenders[:turn]]:
                 with contender.around():
-                    taken = timed(contender.step, device)
+                    taken = timed(contender.step, device, clock)
                 if done >= warm_up:
                     seconds[contender.name].append(taken)
             done += 1
@@ -112,11 +116,11 @@ def interleave(
     ]
 
 
-def timed(step: Callable[[], object], device: torch.device) -> float:
+def timed(step: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
     if device.type != "cuda":
-        began = time.perf_counter()
+        began = clock()
         step()
-        return time.perf_counter() - began
+        return clock() - began
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     step()
