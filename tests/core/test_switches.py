@@ -43,18 +43,17 @@ def test_the_message_says_where_the_value_belongs(value: Any, hint: str) -> None
     assert hint in str(raised.value)
 
 
-@pytest.mark.parametrize("face", [amp.auto_cast, amp.GradScaler])
-def test_torchs_device_in_the_first_place_counts_as_on(face: Any) -> None:
-    made = face("cpu")
-    if face is amp.GradScaler:
-        assert made.is_enabled()
-        return
-    with made:
-        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
+@pytest.mark.parametrize(
+    ("device", "by_name", "dtype"),
+    [("cpu", None, torch.bfloat16), ("cuda", None, torch.float32), ("cuda", "cpu", torch.bfloat16)],
+)
+def test_torchs_device_is_the_one_that_casts_and_counts_as_on(device: str, by_name: Any, dtype: Any) -> None:
+    assert amp.GradScaler(device).is_enabled()
+    with amp.auto_cast(device, dtype="bfloat16", device_type=by_name):  # what is said by name counts
+        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype is dtype
 
 
-def test_torchs_device_is_the_one_that_casts() -> None:
-    with amp.auto_cast("cuda", dtype=torch.bfloat16):
-        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float32
-    with amp.auto_cast("cuda", device_type="cpu"):  # what is said by name counts
-        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
+def test_a_scope_for_devices_that_are_not_there_warns_once() -> None:
+    with pytest.warns(amp.PrecisionWarning, match="has none of device_type=.'xpu',., so nothing is cast") as said:
+        [amp.auto_cast(b, device_type=d) for d, b in [("xpu", True)] * 2 + [("mps", False), (["xpu", "cpu"], True)]]
+    assert [warning.filename for warning in said] == [__file__]

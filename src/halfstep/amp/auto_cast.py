@@ -14,7 +14,7 @@ from ..casting.scope import OpCasting
 from ..core.checks import check_flag, is_device
 from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
-from ..core.hardware import accelerator, warn_if_slow
+from ..core.hardware import accelerator, warn_if_absent, warn_if_slow
 from ..core.oplists import OpLists
 from ..torch_internals.compiler_compat import traced_as_constant
 from .arguments import RecipeChoice
@@ -86,7 +86,8 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 where there is CUDA, else bfloat16.
         use_promote: at O2, False runs the ops that are on no list in 16 bits, even if an input is fp32.
         device_type: "cpu", "cuda" or another type that torch knows, or a list of them: tensors on others are left
-            alone. None means the CPU and the accelerator of this machine.
+            alone. None means the CPU and the accelerator of this machine. A device that the machine does not have is
+            a ``PrecisionWarning``, once per process: nothing would be cast.
         emulate: "auto" runs 16-bit matrix products, convolutions, attention and recurrent layers in fp32 kernels,
             rounding what goes in and what comes out, where the device has no 16-bit units; True everywhere, False
             nowhere.
@@ -150,8 +151,10 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
                 )
             half = torch.bfloat16
         check_emulate(emulate)
-        if casts and emulate is False and not torch.compiler.is_dynamo_compiling():
-            warn_if_slow(torch.device(devices[-1] if devices else accelerator() or "cpu"), half)
+        if casts and not torch.compiler.is_dynamo_compiling():
+            warn_if_absent(devices or ("cpu",))
+            if emulate is False:
+                warn_if_slow(torch.device(devices[-1] if devices else accelerator() or "cpu"), half)
         level = "O1" if level == "O0" else level
         make: Any = _printed if torch.compiler.is_dynamo_compiling() else OpLists.custom
         lists = make(custom_white_list, custom_black_list, wide=custom_wide_list, level=level, use_promote=use_promote)

@@ -15,6 +15,7 @@ from ..torch_internals.torch_compat import Dirichlet
 from .containers import map_tensors
 from .current import Patches, thread
 from .dispatch import note_meeting
+from .rules import CASTABLE
 
 __all__ = ["with_inputs_cast"]
 
@@ -44,16 +45,13 @@ def with_inputs_cast(remember: Callable[[Any], Any], around_casts: Patches, own:
             args = (args[0].float(),)
         elif thread.mode.config.meets and getattr(cls.forward, "__code__", None) is _CUSTOM_FWD.__code__:
             details = inspect.getclosurevars(cls.forward).nonlocals
-            dtype, device = details.get("cast_inputs"), details["device_type"]
-            if dtype is not None and not torch.is_autocast_enabled(device):
+            dtype, kind = details.get("cast_inputs"), details["device_type"]
+            if dtype is not None and not torch.is_autocast_enabled(kind):
                 note_meeting()
-                args = map_tensors(
-                    lambda t: t.to(dtype) if t.dtype in _MEETING and t.device.type == device else t, args
-                )
+                args = map_tensors(lambda t: t.to(dtype) if t.dtype in CASTABLE and t.device.type == kind else t, args)
         return own.__func__(cls, *args, **kwargs)
 
     return classmethod(apply)
 
 
 _CUSTOM_FWD: Any = torch.amp.custom_fwd(lambda ctx: None, device_type="cpu")
-_MEETING = (*HALF_DTYPES, torch.float32)

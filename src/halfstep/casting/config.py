@@ -48,12 +48,10 @@ def _present_devices() -> tuple[str, ...]:
 @functools.lru_cache(maxsize=64)
 def derive(**settings: Any) -> tuple[str, tuple[str, ...], EmulatedKinds]:
     """Derive from the settings of a config its key, the devices with native autocast, and the emulated kinds."""
-    devices = settings["devices"]
-    native: tuple[str, ...] = ()
-    if settings["enabled"] and settings["lists"].level == "native":
-        native = tuple(device for device in devices if torch.amp.is_autocast_available(device))
-    elif settings["enabled"]:
-        native = tuple(device for device in devices if device in NATIVE)
+    devices, enabled = settings["devices"], settings["enabled"]
+    by_torch = enabled and settings["lists"].level == "native"
+    has_lists = torch.amp.is_autocast_available if by_torch else NATIVE.__contains__
+    native = tuple(filter(has_lists, devices)) if enabled else ()
     dtype = settings["dtype"] and dtype_name(settings["dtype"])
     key = str({**settings, "dtype": dtype, "lists": settings["lists"] and str(settings["lists"])})
     return key, native, emulated_kinds(devices, settings["dtype"], settings["emulate"])

@@ -193,8 +193,7 @@ class CastMode(TorchFunctionMode):
 
     def casts(self, tensor: torch.Tensor) -> bool:
         """True if a tensor is cast: its device is one of ours, and native autocast was not turned off inside."""
-        kind, config = "cpu" if tensor.is_cpu else tensor.device.type, self.config
-        return _is_autocast_enabled(kind) if kind in config.native else kind in config.devices
+        return self.half_of(tensor) is not None
 
     def half_of(self, tensor: torch.Tensor) -> torch.dtype | None:
         """The dtype that a tensor is lowered to; None if it is not cast.

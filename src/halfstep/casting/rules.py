@@ -202,9 +202,8 @@ def half_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dic
     """An op that native autocast lowers by itself: only its weights are ours, from the cache."""
     if mode.cache is None or _is_compiling() or (kwargs and kwargs.get("out") is not None):
         return func(*args, **kwargs)
-    weight = mode.weight
-    args = [weight(a) for a in args]
-    return func(*args, **{key: weight(a) for key, a in kwargs.items()}) if kwargs else func(*args)
+    args = [mode.weight(a) for a in args]
+    return func(*args, **{key: mode.weight(a) for key, a in kwargs.items()}) if kwargs else func(*args)
 
 
 def banned(name: str, hint: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -106,8 +106,7 @@ class _Attribute:
         self.raw: Any = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else _ABSENT
         self.rules: list[Registration] = []
         function = getattr(owner, name)
-        static = isinstance(self.raw, staticmethod)
-        by_class = isinstance(self.raw, classmethod)
+        static, by_class = (isinstance(self.raw, kind) for kind in (staticmethod, classmethod))
         inner = self.raw.__func__ if static or by_class else function
         is_torch_op = function in spellings() if getattr(function, "__hash__", None) else False
 

@@ -23,6 +23,7 @@ __all__ = [
     "is_bfloat16_supported",
     "is_float16_supported",
     "slow_reason",
+    "warn_if_absent",
     "warn_if_slow",
 ]
 
@@ -179,6 +180,18 @@ def warn_if_slow(device: torch.device, dtype: torch.dtype) -> None:
             PrecisionWarning,
             stacklevel=callers_level(),
         )
+
+
+@functools.cache
+def warn_if_absent(device_types: tuple[str, ...]) -> None:
+    """Warn of a scope on devices of which this machine has none, once per process and types of devices.
+
+    Args:
+        device_types: as of ``torch.device.type``. Types for which torch has no module may be present.
+    """
+    if not any(getattr(getattr(torch, each, None), "is_available", lambda: True)() for each in device_types):
+        text = f"This machine has none of device_type={device_types}, so nothing is cast here. Leave device_type out."
+        warnings.warn(text, PrecisionWarning, stacklevel=callers_level())
 
 
 def _parse_device(given: torch.device | str | int | None) -> torch.device:
