@@ -87,8 +87,9 @@ def test_weights_that_came_in_16_bits_get_masters_at_o1_too() -> None:
 
 
 def test_op_lists_are_those_of_amp() -> None:
-    with Recipe("O1", "bfloat16", custom_black_list=["linear"]).scope():
-        assert direct.classifier()[0](torch.randn(2, 12)).dtype is torch.float32  # type: ignore[index]
+    for lists in ({"custom_black_list": ["linear"]}, {"custom_wide_list": ["linear"]}):
+        with Recipe("O2", "bfloat16", **lists).scope():  # type: ignore[arg-type]
+            assert direct.classifier()[0](torch.randn(2, 12)).dtype is torch.float32  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,7 @@ def test_op_lists_are_those_of_amp() -> None:
         ({"scaler": 128.0}, ArgumentTypeError, "GradScaler"),
         ({"policy": "O2"}, ArgumentTypeError, "Policy"),
         ({"policy": Policy(), "dtype": "bfloat16"}, UsageError, "Leave it out"),
+        ({"policy": Policy(), "custom_wide_list": ["mm"]}, UsageError, "Leave it out"),
         ({"level": "O2", "policy": Policy()}, UsageError, "Leave it out"),
         ({"custom_white_list": ["no_such_op"]}, HalfstepError, "no_such_op"),
     ],

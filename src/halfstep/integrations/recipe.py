@@ -41,6 +41,7 @@ class Recipe:
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 if CUDA is available, else bfloat16.
         custom_white_list: ops to run in 16 bits; see ``amp.auto_cast``.
         custom_black_list: ops to run in fp32; see ``amp.auto_cast``.
+        custom_wide_list: matrix products of 16-bit operands with an fp32 result; see ``amp.auto_cast``.
         excluded_layers: modules that compute in fp32 at O1 and O2, or with a policy; see ``amp.initialize``. Buffers
             that a cast would destroy, such as the frequencies of rotary embeddings, always stay fp32.
         module_filter: their long form; see ``amp.initialize``.
@@ -67,6 +68,7 @@ class Recipe:
         *,
         custom_white_list: Iterable[object] | None = None,
         custom_black_list: Iterable[object] | None = None,
+        custom_wide_list: Iterable[object] | None = None,
         excluded_layers: Any = None,
         module_filter: Any = None,
         scaler: amp.GradScaler | None = None,
@@ -78,7 +80,7 @@ class Recipe:
         check_kind("scaler", scaler, (amp.GradScaler, NoneType), "a halfstep.amp.GradScaler")
         check_kind("policy", policy, (Policy, NoneType), "a halfstep.Policy")
         if policy is not None:
-            if level != "O1" or (dtype, custom_white_list, custom_black_list) != (None,) * 3:
+            if level != "O1" or (dtype, custom_white_list, custom_black_list, custom_wide_list) != (None,) * 4:
                 raise UsageError(
                     "policy= says what level, dtype and the op lists say, and one of them was given too. Leave it out."
                 )
@@ -93,7 +95,9 @@ class Recipe:
         if policy is None:
             if level == "O2":
                 custom_black_list = {*(custom_black_list or ()), *(LOSSES - set(custom_white_list or ()))}
-            self._scope = amp.auto_cast(True, custom_white_list, custom_black_list, level, self.half)
+            self._scope = amp.auto_cast(
+                True, custom_white_list, custom_black_list, level, self.half, custom_wide_list=custom_wide_list
+            )
         self.__setstate__({})
 
     @classmethod
