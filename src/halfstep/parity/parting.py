@@ -29,20 +29,7 @@ PRODUCTS = words("addmm addmv baddbmm bmm convolution dot linear mkldnn_linear m
 """Ops that are products of matrices."""
 
 _SUMS = words("cumsum linalg_vector_norm logsumexp mean norm prod std sum var var_mean")
-_WITH_SUMS = (
-    "norm",
-    "softmax",
-    "attention",
-    "lstm",
-    "gru",
-    "rnn",
-    "pool",
-    "loss",
-    "index_add",
-    "scatter",
-    "cdist",
-    "fft",
-)
+_WITH_SUMS = words("norm softmax attention lstm gru rnn pool loss index_add scatter cdist fft")
 _EXTRAS = words("add div mul")
 _MOVES = words("cat clone constant_pad_nd flip gather index index_select repeat roll stack")
 _CASTS = words("_to_copy copy_ detach lift_fresh")

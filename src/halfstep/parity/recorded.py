@@ -32,7 +32,8 @@ OUTPUT = "(output)"
 """The name for what a side returns."""
 
 _SAMPLES = 4096
-_FORMAT = "halfstep parity 1"
+_FORMAT = "halfstep parity 2"
+_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 
 
 Facts = tuple[int, tuple[Any, ...]]
@@ -54,6 +55,7 @@ class BitRecorder(Recorder):
         super().__init__(_SAMPLES, torch.float64)
         self.facts: dict[int, Facts] = {}
         self.kept: dict[int, torch.Tensor] = {}
+        self._odd: dict[torch.device, torch.Tensor] = {}
         self._keep, self._size = keep, batch[0] if batch else 1
         self._alone: dict[Any, list[torch.Size]] = defaultdict(list)
         for row in reversed(batch[1].rows if batch else ()):
@@ -85,11 +87,24 @@ class BitRecorder(Recorder):
         return list(range(first, len(self.rows)))
 
     def _look(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        values = tensor.detach().to(torch.float64)
-        bits = values.masked_fill(values.isnan(), torch.nan).reshape(-1).view(torch.int64)
-        at = torch.arange(len(bits), device=values.device, dtype=torch.int64)
-        mixed = (bits ^ (bits >> 32) ^ (bits >> 47)) * ((at * 0x9E3779B97F4A7C1) ^ (at >> 7) | 1)
-        return self._sample(values), values.new_zeros(()), mixed.sum().reshape(1)
+        """Compute the sample and a digest of the numbers, which the same numbers have in every dtype."""
+        values = tensor.detach()
+        values = values if values.dtype in _IN_FLOAT32 else values.to(torch.float64)
+        digest = self._digest(narrow := values.to(torch.float32), torch.int32)
+        if values.dtype is torch.float64:
+            rest = values - narrow  # 0, which adds nothing to a digest, if float32 has the number
+            digest += self._digest(rest.masked_fill(rest.isnan(), 0.0), torch.int64)
+        return self._sample(values), narrow.new_zeros(()), digest
+
+    def _digest(self, values: torch.Tensor, bits: torch.dtype) -> torch.Tensor:
+        """Sum the bits times fixed random odd numbers, modulo 2**64: all NaN are alike, and 0 adds nothing."""
+        count, device = values.numel(), values.device
+        if (odd := self._odd.get(device)) is None or len(odd) < count:
+            at = torch.arange(count, device=device, dtype=torch.int64) * 0x1E3779B97F4A7C15
+            at = (at ^ (at >> 30)) * 0x3F58476D1CE4E5B9
+            odd = self._odd[device] = (at ^ (at >> 27)) * 0x14D049BB133111EB | 1
+        seen = values.masked_fill(values.isnan(), torch.nan).reshape(-1).view(bits)
+        return (seen * odd[:count]).sum().reshape(1)
 
     def _write(self, row: LinkedRow, tensor: torch.Tensor, keep: bool = False) -> None:
         seen = tensor
