@@ -23,7 +23,7 @@ from tests.support.worlds import BF16, FP16, FP32, scaled_backward, step_and_cle
 
 pytestmark = [
     pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="this torch has no Tensor.grad_dtype"),
-    pytest.mark.filterwarnings("ignore:.*came through no block of amp.scale_loss:UserWarning"),  # of plain passes
+    pytest.mark.filterwarnings("ignore:.*did not come through amp.scale_loss:UserWarning"),  # of plain passes
 ]
 
 

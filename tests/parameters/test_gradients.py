@@ -63,7 +63,7 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.filterwarnings("ignore:.*came through no block of amp.scale_loss:UserWarning")  # of plain passes
+@pytest.mark.filterwarnings("ignore:.*did not come through amp.scale_loss:UserWarning")  # of plain passes
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scale", [None, 256.0])
 @in_both_halves

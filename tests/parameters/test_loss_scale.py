@@ -233,7 +233,7 @@ GRADIENTS = {  # case -> the gradient there was, the gradient that comes
 }
 
 
-@pytest.mark.filterwarnings("ignore:The block of amp.scale_loss was left:UserWarning")  # gradients are set by hand
+@pytest.mark.filterwarnings("ignore:The amp.scale_loss block ended:UserWarning")  # gradients are set by hand
 @pytest.mark.parametrize("case", GRADIENTS)
 def test_apex_unscale(case: str) -> None:
     before, new = GRADIENTS[case]
@@ -253,7 +253,7 @@ def test_apex_unscale(case: str) -> None:
     assert bool(amp.steps_skipped(optim)) == recorded["skip"]
 
 
-@pytest.mark.filterwarnings("ignore:The block of amp.scale_loss was left:UserWarning")  # gradients are set by hand
+@pytest.mark.filterwarnings("ignore:The amp.scale_loss block ended:UserWarning")  # gradients are set by hand
 def test_apex_unscale_values() -> None:
     """New gradients are divided by the scale in fp32; what was there before is added as it is."""
     new, before = grid((6,), 41, 64.0), grid((6,), 42)

@@ -421,7 +421,7 @@ def test_a_block_that_cannot_open_for_one_optimizer_leaves_the_others_as_they_we
     scaled_backward(loss(), both)
     before = [p.grad.clone() for model in models for p in model.parameters()]
     with amp.scale_loss(models[1](X).float().sum(), both[1]) as scaled_loss:
-        with pytest.raises(UsageError, match="is open already"), amp.scale_loss(loss(), both):
+        with pytest.raises(UsageError, match="is already open"), amp.scale_loss(loss(), both):
             pytest.fail("the block was opened")
         scaled_loss.backward()
     found = [p.grad for model in models for p in model.parameters()]

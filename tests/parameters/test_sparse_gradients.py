@@ -45,7 +45,7 @@ def test_parts_that_were_set_aside_do_not_overflow_when_a_dense_gradient_comes()
     assert param.grad.tolist() == [[1.0, 1.0], [BIG, BIG], [1.0, 1.0]]  # BIG + 1 is BIG in fp16
 
 
-@pytest.mark.filterwarnings("ignore:The block of amp.scale_loss was left:UserWarning")  # gradients are set by hand
+@pytest.mark.filterwarnings("ignore:The amp.scale_loss block ended:UserWarning")  # gradients are set by hand
 @pytest.mark.parametrize("values", [[BIG, BIG], [BIG, BIG, -BIG], [1.0]])
 def test_a_master_gets_the_sum_even_if_16_bits_do_not_hold_it(values: list[float]) -> None:
     model, optimizer = with_optimizer(nn.Embedding(3, 2, sparse=True), torch.optim.SGD, lr=1.0)

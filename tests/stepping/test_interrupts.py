@@ -327,7 +327,7 @@ def test_a_block_that_somebody_will_leave_is_open(way: str) -> None:
         gc.collect()
         with pytest.raises(UsageError, match="inside of a scale_loss block"):
             world.step()
-        with pytest.raises(UsageError, match="is open already"):
+        with pytest.raises(UsageError, match="is already open"):
             world.block(4)
     before = world.weights()
     world.step()
@@ -338,7 +338,7 @@ def test_a_block_in_which_gradients_are_cleared_stays_open() -> None:
     world = World("O1", torch.float16, _MAKERS["SGD"])
     with amp.scale_loss(world.loss(3), world.optimizer) as scaled_loss:
         world.optimizer.zero_grad()
-        with pytest.raises(UsageError, match="is open already"):
+        with pytest.raises(UsageError, match="is already open"):
             world.block(4)
         scaled_loss.backward()
 

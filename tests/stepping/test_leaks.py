@@ -345,7 +345,7 @@ def resident() -> float:
     return int(status.read_text().split()[1]) * 4096 / 2**20 if status.exists() else 0.0
 
 
-@pytest.mark.filterwarnings("ignore:.*came through no block of amp.scale_loss:UserWarning")  # "watch" has none
+@pytest.mark.filterwarnings("ignore:.*did not come through amp.scale_loss:UserWarning")  # "watch" has none
 @pytest.mark.parametrize("face", FACES)
 def test_nothing_grows(face: str) -> None:
     iterate = FACES[face]()

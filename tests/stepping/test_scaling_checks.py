@@ -139,10 +139,10 @@ def clip_to_four_digits_in_the_block(loop: Loop) -> None:
     clip_in_the_block(loop, limit=0.01234)
 
 
-FORGOTTEN = r"step\(\) uses gradients that came through no block of amp\.scale_loss"
+FORGOTTEN = r"step\(\) uses gradients that did not come through amp\.scale_loss"
 TWICE = r"the loss is multiplied by two loss scales"
-MISSED = r"no backward pass had gone through its scaled loss"
-CLIPPED = r"clipped while they were still multiplied by the loss scale"
+MISSED = r"ended without a backward pass through its scaled loss"
+CLIPPED = r"clipped while they are still multiplied by the loss scale"
 
 O1, O2 = {"level": "O1"}, {"level": "O2"}
 RELEASED = {"make": optimizers.FusedAdam}
@@ -436,7 +436,7 @@ def test_nothing_looks_at_a_settled_training(dtype: torch.dtype) -> None:
     in_blocks(loop := Loop(dtype=dtype))
     window = loop.optimizer._amp_stash.window
     assert window.subscribers == []
-    assert window.clipped is None if dtype is BF16 else window.clipped._looks == 5
+    assert window.clip_check is None if dtype is BF16 else window.clip_check._checks_left == 5
 
 
 def test_blocks_that_begin_later_below_a_scaler_of_torch_are_warned_of() -> None:

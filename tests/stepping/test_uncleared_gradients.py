@@ -92,7 +92,7 @@ CLEARINGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*came through no block of amp.scale_loss:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*did not come through amp.scale_loss:UserWarning")
 @pytest.mark.parametrize("plain", [False, True], ids=["block", "plain pass"])
 @pytest.mark.parametrize("clear", CLEARINGS)
 @pytest.mark.parametrize("optimizer", ["AdamW", "FusedAdam"])

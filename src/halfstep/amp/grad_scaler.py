@@ -21,7 +21,7 @@ from ..stepping.backward import Subscriber, Window, WindowState, blame, record_p
 from ..stepping.diagnosis import ClippedGradients
 from ..stepping.ranks.ddp_sync import share_overflow
 from ..stepping.scaled_backward import before_unscaling
-from ..stepping.scaling_checks import say_twice
+from ..stepping.scaling_checks import warn_scaled_twice
 from ..torch_internals.torch_compat import OptState
 from .iteration import Iteration, StepResult
 from .scaler_settings import ScalerSettings
@@ -240,7 +240,7 @@ class GradScaler(ScalerSettings):
         ended, self._iteration = self._iteration, Iteration()
         for window in ended.windows:
             # Of an optimizer that did not step: the next step is not the one that these are about.
-            window.records = [record for record in window.records if record.moves is not self._scaler]
+            window.records = [record for record in window.records if record.scaler is not self._scaler]
         if scale is None:
             self._scaler.update(ended.overflow(), lambda: blame(ended.windows))
 
@@ -316,12 +316,12 @@ class GradScaler(ScalerSettings):
         for callback in before_unscaling:
             callback()
         if window.subscribers:
-            window.tell_closed(self._scaler, scale)
+            window.notify_closed(self._scaler, scale)
         if max_norm is None:
-            window.clipped = window.clipped or ClippedGradients()
-            window.clipped.look(params, scale, by="GradScaler")
-        if any(record.moves is not self._scaler for record in window.records):
-            say_twice(window, "this GradScaler")
+            window.clip_check = window.clip_check or ClippedGradients()
+            window.clip_check.check(params, scale, by="GradScaler")
+        if any(record.scaler is not self._scaler for record in window.records):
+            warn_scaled_twice(window, "this GradScaler")
         done = set(map(id, iteration.among(params))) if iteration.noted else set()
         window.state = WindowState.FINISHING  # from here to `record_pass` an interrupt drops the gradients
         iteration.states[id(optimizer)].update(stage=OptState.UNSCALED, found_inf_per_device={scale.device: found_inf})
@@ -332,12 +332,12 @@ class GradScaler(ScalerSettings):
         if max_norm is not None:
             left = [p for p in params if id(p) not in done]
             result = window.keeper.gradients.unscale_and_clip(left, scale, found_inf, max_norm)
-        elif may_defer and not done and not table.fp32_grads and attached.takes_flags:
+        elif may_defer and not done and not table.fp32_grads and attached.supports_found_inf:
             attached.unscale_late(scale, found_inf)
         else:
             window.finish(scale, found_inf, self._scaler, plain=True, done=done)
         window.scale = present  # which will be that of the next losses, too
-        record_pass([window], found_inf, moves=self._scaler, told=False)
+        record_pass([window], found_inf, scaler=self._scaler, with_peers=False)
         if window.ranks.reductions:
             share_overflow(window.records, [window.ranks])
         iteration.note(params)

@@ -164,7 +164,7 @@ def scale_loss(
         )
     options: dict[str, Any] = {}
     if delay_unscale is not False or delay_overflow_check is not False:
-        options["stay"] = check_flag("delay_unscale", delay_unscale)
+        options["delay"] = check_flag("delay_unscale", delay_unscale)
         options["check"] = not check_flag("delay_overflow_check", delay_overflow_check)
     return ScaledBackward(loss, [one.window for one in attached], scalers[loss_id], name="amp.scale_loss", **options)
 

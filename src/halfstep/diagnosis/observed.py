@@ -289,7 +289,7 @@ class Observed(Forward):
             checks = self._checks.setdefault(id(optimizer), ClippedGradients())
             params = [p for group in optimizer.param_groups for p in group["params"]]
             scale = torch.tensor(scaler.get_scale(), dtype=torch.float32, device=params[0].device)
-            checks.look(params, scale, by="GradScaler")
+            checks.check(params, scale, by="GradScaler")
 
 
 def _live(kind: type) -> list[Any]:

@@ -32,7 +32,7 @@ from ..parameters.keeper import MasterKeeper
 from ..parameters.table import REDUCTIONS
 from ..torch_internals.torch_compat import dispatch_mode_count, has_step_hooks
 from .backward import UNSAFE, WINDOWS, Window, WindowState, any_overflow
-from .closure import ClosureOverflowed, guarded
+from .closure import ClosureOverflowed, guard
 from .dynamic_class import add_names_of_apex, class_over
 from .replaced import ReplacedParameters, registered
 
@@ -98,7 +98,7 @@ def share_overflows(attached: Sequence[AttachedOptimizer]) -> None:
     params = [set(map(id, one.window.params())) for one in attached]
     for one, mine in zip(attached, params, strict=True):
         others = [other for other, its in zip(attached, params, strict=True) if other is not one and mine & its]
-        one.window.sharing = tuple(weakref.ref(other.window) for other in others)
+        one.window.peers = tuple(weakref.ref(other.window) for other in others)
         if others:
             one.window.state = WindowState.DIRTY  # it has not heard of passes before
 
@@ -199,7 +199,7 @@ class AttachedOptimizer:
         return self.window.keeper
 
     @property
-    def takes_flags(self) -> bool:
+    def supports_found_inf(self) -> bool:
         """True if the step reads ``optimizer.found_inf`` on the device, by torch's contract for scalers.
 
         In torch's older contract ``step`` gets the scaler itself; such an optimizer reads no flags.
@@ -272,7 +272,7 @@ class AttachedOptimizer:
         """
         window = self.window
         # In an open block `step` refuses.
-        if closure is None and window.records and not self.takes_flags and window.state not in UNSAFE:
+        if closure is None and window.records and not self.supports_found_inf and window.state not in UNSAFE:
             if any_overflow(window.take_records()).item():
                 return self.step(None, args, kwargs, skips=True)
             window.state = WindowState.IDLE
@@ -291,24 +291,24 @@ class AttachedOptimizer:
             seen = min(self.counts["calls"], _LOOKS - 1), registered[0], grads
             if seen != replaced.seen or replaced.new:
                 replaced.refuse(optimizer, seen)
-        if window.known is not None:
-            window.drop_brought()
+        if window.checked_generation is not None:
+            window.drop_foreign_grads()
         records = window.take_records(agreed=closure is None) if window.records or REDUCTIONS else []
         casting = active_casting() if thread.key else None
         with NO_CASTING if casting is not None else nullcontext():
             found_inf = any_overflow(records) if records else None
             if found_inf is None and closure is None and window.state is WindowState.DIRTY:
-                found_inf = window.settle()
+                found_inf = window.clear_stale_overflow()
             # A hook must not run for a step that is skipped. On a CPU the host looks, which costs nothing; on another
             # device it would wait, and a hook asks ``optimizer.step_was_skipped``.
             tells = self.hooked and found_inf is not None and found_inf.is_cpu and has_step_hooks(optimizer)
             tells = tells and not dispatch_mode_count()
-            if found_inf is not None and (closure is not None or tells or not self.takes_flags):
+            if found_inf is not None and (closure is not None or tells or not self.supports_found_inf):
                 if found_inf.item():
                     return self._skip()
                 found_inf, window.state = None, WindowState.IDLE
             if closure is not None:
-                closure = guarded(closure, window, casting, self.verbose)
+                closure = guard(closure, window, casting, self.verbose)
             self._found_inf = found_inf
             try:
                 if self.hooked:

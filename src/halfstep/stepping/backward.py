@@ -1,4 +1,4 @@
-"""The window of one optimizer: its backward passes since the last step, and what it needs before and after each.
+"""The accumulation window of one optimizer: its backward passes since the last step, and the work around each pass.
 
 ``scaled_backward.py`` has the block in which a face runs a pass.
 """
@@ -42,7 +42,7 @@ logger = logging.getLogger("halfstep")
 
 
 class WindowState(Enum):
-    """Progress of the backward passes of an optimizer.
+    """The state of an optimizer's gradients between two steps.
 
     ::
 
@@ -53,23 +53,23 @@ class WindowState(Enum):
                            +-----------------------|------+ |
                                                    v        |
                                                  SCALED ----+
-        step of gradients with an overflow, or whose overflow only the device knows: DIRTY --begin, zero_grad--> IDLE
-        a block of other optimizers:    each but OPEN -----> REACHED -----> FINISHING -----> READY, or SCALED as before
-                                        (nothing was brought: REACHED ---------------------> READY, or SCALED as before)
-        a GradScaler:   each without an open block -----> FINISHING -----> READY
+        step of gradients that overflowed, or whose overflow only the device knows: DIRTY --begin, zero_grad--> IDLE
+        a block of other optimizers:    all but OPEN ------> REACHED -----> FINISHING -----> READY, or SCALED as before
+                                        (no new gradients:   REACHED ----------------------> READY, or SCALED as before)
+        a GradScaler:   all without an open block ------> FINISHING -----> READY
 
-    - **OPEN**: gradients are multiplied by the loss scale; what was there before is set aside. An optimizer never
-      steps. A second ``begin`` is an error, unless the block is gone: then an interrupt came before its exit, and the
-      pass is abandoned.
-    - **REACHED**: as OPEN, by a block of other optimizers, whose pass may reach parameters of this one, too. A block of
-      this optimizer ends it.
-    - **FINISHING**: gradients are unscaled in part, or inf without a record of it. After an interrupt they are dropped.
-      A GradScaler begins here where it unscales, from any state without an open block: its passes have been.
+    - **OPEN**: a block is open. New gradients are multiplied by the loss scale, and earlier gradients are set aside.
+      The optimizer cannot step. A second ``begin`` is an error, unless the block no longer exists: then an interrupt
+      prevented its exit, and the pass is abandoned.
+    - **REACHED**: a block of other optimizers is open, and its pass may also reach parameters of this optimizer. A
+      block of this optimizer ends the state.
+    - **FINISHING**: some gradients may be unscaled and others not, or inf without a record. An interrupt drops them.
+      A ``GradScaler`` enters this state when it unscales, because its passes have already run.
     - **READY**: the next step may use the gradients.
-    - **SCALED**: as READY after a pass with ``delay_unscale=True``. The next pass adds to the gradients where they are,
-      because scripts average ``p.grad`` by hand in the block of the last pass of a window.
-    - **DIRTY**: the step was skipped, or may have been, and its gradients may still be there. Their values tell: they
-      are cleared before anything else uses them if one is inf or NaN.
+    - **SCALED**: like READY, after a pass with ``delay_unscale=True``. The next pass accumulates into ``p.grad``,
+      because scripts average ``p.grad`` manually in the block of the last pass of a window.
+    - **DIRTY**: the step was skipped, or the device may have skipped it, and its gradients may still be in ``p.grad``.
+      Their values decide: if one is inf or NaN, they are cleared before anything else uses them.
     """
 
     IDLE = "idle"
@@ -82,128 +82,131 @@ class WindowState(Enum):
 
 
 UNSAFE = (WindowState.OPEN, WindowState.REACHED, WindowState.FINISHING)
-"""The states in which gradients are in the middle of something."""
+"""The states in which gradients may still be multiplied by the loss scale, so that no step may use them."""
 
 
 class Subscriber:
-    """Looks at the passes and steps of one optimizer, and changes none of their values: a warning, a finding, a report.
+    """Base class for warnings, findings and reports that read the passes and steps of one optimizer.
 
-    Each method is an event of the window that has it in ``subscribers``. One that has nothing to look at any more takes
-    itself out, so that a settled training calls none. One that raises leaves no block open: the pass is abandoned. An
-    error that prevents a silently wrong step is no subscriber: the engine calls it itself.
+    The window calls the methods of each object in its ``subscribers``. A subscriber changes no gradient or weight. It
+    removes itself from the list when it has nothing left to check, so that most steps of a training call none. If a
+    subscriber raises, the pass is abandoned and no block stays open. A check that prevents a silently wrong step must
+    not be a subscriber, because subscribers can be removed: the engine calls such checks itself.
     """
 
     def opened(self, window: Window) -> None:
-        """A block is opened for a pass of the optimizer. Nothing has changed yet."""
+        """Run when a block opens, before anything changes."""
 
     def closed(self, window: Window, scaler: DeviceLossScaler, scale: torch.Tensor) -> None:
-        """A scaled pass is over; its gradients are there, and still multiplied by ``scale``.
+        """Run after a scaled pass, while its gradients are still multiplied by ``scale``.
 
         Args:
             window: the window of the optimizer.
-            scaler: the loss scale that ``scale`` is the value of.
-            scale: 0-dim tensor.
+            scaler: the loss scaler that gave ``scale``.
+            scale: the loss scale, a 0-dim tensor.
         """
 
     def stepping(self, window: Window) -> None:
-        """The optimizer is about to step, without a closure."""
+        """Run before the optimizer steps without a closure."""
 
     def stepped(self, window: Window) -> None:
-        """The optimizer has stepped, or skipped its step on the device."""
+        """Run after the optimizer stepped, or skipped its step on the device."""
 
 
 class Window:
-    """The scaled backward passes that one optimizer has had since its last step.
+    """The backward passes of one optimizer since its last step.
 
     Args:
-        keeper: the masters, which know the optimizer.
+        keeper: the masters; the keeper also refers to the optimizer.
         delegates_to_outer: True if another attached optimizer contains this optimizer and sends the messages to ranks.
 
     Attributes:
         keeper, delegates_to_outer: as given.
-        records: one for each pass; the next step asks them whether gradients overflowed.
-        sharing: weak references to the windows of other optimizers that share a parameter with this one.
-        state: the stage of the passes.
+        records: the overflow check of each scaled pass; the next step skips if a pass overflowed.
+        peers: weak references to the windows of other optimizers that share a parameter with this optimizer.
+        state: the state of the gradients.
         thread: the thread that uses the optimizer.
-        subscribers: the objects that look at the passes and steps.
-        clipped: looks for gradients that were clipped before they are unscaled, which may begin in any step; None
-            before the first scaled pass.
-        known: the generation of the table at the latest look for parameters that have come; None before the first
+        subscribers: the objects to notify of passes and steps.
+        clip_check: warns if user code clips gradients before they are unscaled, in any step; None before the first
             scaled pass.
-        scale: the factor of the loss of the present pass, or of the latest, a 0-dim tensor; None for none.
+        checked_generation: the generation of the table when ``drop_foreign_grads`` last ran; None before the first
+            scaled pass.
+        scale: the loss scale of the current or latest pass, a 0-dim tensor; None without a loss scale.
     """
 
     ranks = RankSync()
-    """The messages to other processes; an instance gets its own object as soon as there are wrappers."""
+    """The messages to other ranks. An instance gets its own object as soon as a DDP wrapper exists."""
 
     def __init__(self, keeper: MasterKeeper, *, delegates_to_outer: bool = False) -> None:
         self.keeper = keeper
         self.delegates_to_outer = delegates_to_outer
         self.records: list[BackwardRecord] = []
-        self.sharing: tuple[weakref.ref[Window], ...] = ()
+        self.peers: tuple[weakref.ref[Window], ...] = ()
         self.state = WindowState.IDLE
         self.subscribers: list[Subscriber] = []
-        self.clipped: ClippedGradients | None = None
+        self.clip_check: ClippedGradients | None = None
         self.scale: torch.Tensor | None = None
-        # The open block. Nobody but its `with` statement holds it: it is gone if an interrupt came before its exit.
+        # The open block. Only its `with` statement may hold a strong reference: if an interrupt prevents the exit, the
+        # block is freed, and `is_open` knows by the dead reference that it must abandon the pass.
         self._block: weakref.ref[Any] | None = None
         self.thread = get_ident()
-        self._mixes = False  # the open pass changes gradients of earlier passes, so that an interrupt loses these, too
-        self._release: GradientRelease | None = None  # of the open pass
-        self.known: int | None = None
+        # True if the open pass changes gradients of earlier passes, which are then lost if the pass is interrupted.
+        self._in_place = False
+        self._release: GradientRelease | None = None  # the gradient release of the open pass
+        self.checked_generation: int | None = None
 
     @property
     def release(self) -> GradientRelease | None:
-        """Return the gradient release that steps parameters inside of backward passes, if there is one."""
+        """The gradient release of the optimizer; None if it does not step parameters in backward passes."""
         found = getattr(self.keeper.table.optimizer(), "release", None)
         return found if isinstance(found, GradientRelease) else None
 
     def params(self) -> list[torch.Tensor]:
-        """The parameters in the optimizer's groups."""
+        """Return the parameters in the optimizer's groups."""
         self.keeper.table.refresh()
         return self.keeper.table.params
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the first parameter: flags and scales are kept there."""
+        """The device of the first parameter, on which overflow flags and scales are kept."""
         return next((param.device for param in self.params()), torch.device("cpu"))
 
     @property
     def block(self) -> Any:
-        """The block that is open; None for none."""
+        """The open block; None if no block is open."""
         return None if self._block is None else self._block()
 
     def close(self, state: WindowState = WindowState.READY) -> None:
-        """The gradients are unscaled, and their overflow is noted."""
-        self._block, self._mixes, self.state = None, False, state
+        """Close the block, after ``finish`` unscaled the gradients and ``record_pass`` recorded their overflow."""
+        self._block, self._in_place, self.state = None, False, state
 
     def is_open(self) -> bool:
-        """True if a block is open. A pass that an interrupt, such as Ctrl-C, has left half done is abandoned."""
+        """True if a block is open. If an interrupt such as Ctrl-C prevented the block's exit, abandon its pass."""
         if self.state not in UNSAFE:
             return False
         if self.block is not None:
             return True
-        logger.info("A scale_loss block was interrupted; its backward pass does not count")
+        logger.info("A scale_loss block was interrupted; its backward pass is discarded")
         self.abandon()
         return False
 
     def begin(
         self, scale: torch.Tensor | None, *, block: Any, guard: Callable[[], None] | None = None, named: bool = True
     ) -> None:
-        """Set aside the present gradients, so that a backward pass scaled by ``scale`` brings only its own.
+        """Set aside the gradients in ``p.grad``, so that the next backward pass leaves only its own gradients there.
 
         Args:
-            scale: the 0-dim tensor that the loss is multiplied by; None if it is not scaled.
-            block: the block that is opened; not kept alive.
-            guard: a function that is called before a gradient is used inside of the pass; raises an error if it must
-                not be used.
-            named: False if the block belongs to other optimizers, and its pass may reach parameters of this one, too.
-                If a block of this one is opened meanwhile, ``block.finish_reached`` ends this pass for it.
+            scale: the 0-dim tensor that multiplies the loss; None if the loss is not scaled.
+            block: the block to open; the window keeps a weak reference to it.
+            guard: a function that gradient release calls before it uses a gradient in the pass; it raises an error to
+                refuse the gradient.
+            named: False if the block belongs to other optimizers, and its pass may reach parameters of this optimizer.
+                If a block of this optimizer opens before the pass ends, ``block.finish_reached`` ends the pass here.
 
         Raises:
-            UsageError: if a block is open already, or if the model was cut after its optimizer was attached.
+            UsageError: if a block is already open, or if user code sharded the model after its optimizer was attached.
         """
-        # Refuse by state.
+        # Refuse calls that the state does not allow.
         if self.state is WindowState.REACHED and (open_block := self.block) is not None:
             open_block.finish_reached(self)
         if self.state in UNSAFE:
@@ -214,16 +217,16 @@ class Window:
         release = self._release = self.release
         if release is not None and named:
             release.refuse_block()
-        # Refresh: what has come since the last pass, and what has gone.
+        # Refresh: parameters, wrappers and gradients that were added or removed since the last pass.
         if self.state is WindowState.DIRTY:
-            self.settle()
+            self.clear_stale_overflow()
         table = self.keeper.table
         table.refresh()
         params = table.params
-        if self.known is not None and self.known != table.generation:
-            self.drop_brought()
+        if self.checked_generation is not None and self.checked_generation != table.generation:
+            self.drop_foreign_grads()
         if scale is not None:
-            self.known = table.generation
+            self.checked_generation = table.generation
         alone = not (REDUCTIONS or self.ranks.reductions)
         if not alone:
             self._find_wrappers(params)
@@ -231,29 +234,31 @@ class Window:
             self.ranks.abandon_plain()
         gone = release is None or not release.has_stepped
         if gone and self.records and not self.ranks.reductions and all(param.grad is None for param in params):
-            self.records = [record for record in self.records if record.scaler is None]  # of gradients that are gone
-        # Set aside. Release and ranks change gradients, and their order matters: they are called here, by name.
+            # User code removed the gradients of these records.
+            self.records = [record for record in self.records if record.pending_scaler is None]
+        # Set aside. Gradient release and ranks change gradients, so their order matters. That is why they are called
+        # here by name instead of subscribing.
         self.thread = get_ident()
-        self._mixes = self.state is WindowState.SCALED and release is None and not self.ranks.will_sync and named
+        self._in_place = self.state is WindowState.SCALED and release is None and not self.ranks.will_sync and named
         if release is not None:
             release.begin(params, scale, guard)
         self._block, self.state = weakref.ref(block), WindowState.OPEN if named else WindowState.REACHED
-        stay = list if self._mixes else None if alone else self._averaged_next
-        self.keeper.gradients.begin(scale, block, stay)
+        in_place = list if self._in_place else None if alone else self._averaged_next
+        self.keeper.gradients.begin(scale, block, in_place)
         if not alone:
             self.ranks.begin_backward(scale, table.slots)
 
     def begin_plain(self, scaler: object, found_inf: torch.Tensor) -> None:
-        """Begin to unscale what passes without a block have brought: ``finish`` and ``record_pass`` follow.
+        """Begin to unscale the gradients of passes without a block. Call ``finish`` and ``record_pass`` next.
 
-        The table is to be up to date.
+        The caller must have refreshed the table.
 
         Args:
-            scaler: the ``GradScaler`` that has scaled the losses.
-            found_inf: 0-dim float32 tensor, set to 1.0 if a parameter has met inf or NaN inside of a pass.
+            scaler: the ``GradScaler`` that scaled the losses.
+            found_inf: 0-dim float32 tensor, set to 1.0 if gradient release found inf or NaN during a pass.
 
         Raises:
-            UsageError: if a block is open, or if parameters step inside of the passes by another scaler.
+            UsageError: if a block is open, or if gradient release uses another scaler.
         """
         if self.state in UNSAFE:
             self._refuse_open()
@@ -266,16 +271,17 @@ class Window:
         if self.is_open():
             name = type(self.keeper.table.optimizer()).__name__
             raise UsageError(
-                f"A scale_loss block of this {name} is open already, and two backward "
-                "passes at two scales would mix. Close the first block before the second; gradients add up across "
-                "blocks."
+                f"A scale_loss block of this {name} is already open, and gradients of two backward passes with "
+                "different loss scales would mix. Close the first block before you open the second; gradients "
+                "accumulate across blocks."
             )
 
     def finish_reached(self, scaler: DeviceLossScaler, scale: torch.Tensor, before: WindowState) -> None:
-        """After ``begin(named=False)`` in state ``before``, and the pass: unscale what it brought here, if anything.
+        """Unscale the new gradients of a pass that began with ``begin(named=False)`` in the state ``before``.
 
-        An overflow is noted for this optimizer alone, whose ``zero_grad`` clears it: it skips no step of the optimizers
-        that the block belongs to. With wrappers the record is made in any case, because all ranks must send alike.
+        The overflow is recorded for this optimizer only, whose ``zero_grad`` clears the record: the optimizers that the
+        block names do not skip their steps by it. With DDP wrappers a record is made even without new gradients,
+        because all ranks must send the same messages.
         """
         after = before if before is WindowState.SCALED else WindowState.READY
         if not (self.keeper.gradients.arrived() or self.ranks.reductions):
@@ -286,52 +292,52 @@ class Window:
         record_pass([self], found_inf)
         self.close(after)
 
-    def settle(self) -> torch.Tensor | None:
-        """Clear the gradients of a skipped step if they are still there, so that no later step takes them.
+    def clear_stale_overflow(self) -> torch.Tensor | None:
+        """Clear the gradients of a skipped step if they are still in ``p.grad``, so that no later step uses them.
 
-        Their values tell whether they are. The gradients may have been cleared in a way that no hook sees, and after
-        a step that skips itself on the device the host does not know whether it did.
+        Only the values of the gradients can tell: user code may have cleared them without ``zero_grad``, and if a step
+        skips itself on the device, the host does not know that it was skipped.
 
         Returns:
-            0-dim float32 tensor, 1.0 if gradients were cleared; None if there are none.
+            0-dim float32 tensor, 1.0 if gradients were cleared; None if there are no gradients.
         """
         self.state = WindowState.IDLE
         self.keeper.table.refresh()
         return self.keeper.gradients.clear_overflow()
 
-    def drop_brought(self) -> None:
-        """Drop the gradients that parameters brought with them when they came to the optimizer after a scaled pass.
+    def drop_foreign_grads(self) -> None:
+        """Drop the gradients of parameters that user code added to the optimizer after a scaled pass.
 
-        The passes before they came have multiplied them by the loss scale, and nothing has divided them. This cannot
-        be seen from a gradient, so a gradient that was not scaled is dropped too.
+        Passes before the addition multiplied these gradients by the loss scale, and the optimizer did not unscale them.
+        A gradient does not show if it is scaled, so gradients that were not scaled are dropped as well.
         """
-        slots, known = self.keeper.table.refresh(), self.known
-        if known is None or known == self.keeper.table.generation:
+        slots, checked = self.keeper.table.refresh(), self.checked_generation
+        if checked is None or checked == self.keeper.table.generation:
             return
-        self.known = self.keeper.table.generation
-        brought = [slot.param for slot in slots if slot.since > known and slot.param.grad is not None]
-        if not brought:
+        self.checked_generation = self.keeper.table.generation
+        foreign = [slot.param for slot in slots if slot.since > checked and slot.param.grad is not None]
+        if not foreign:
             return
-        for param in brought:
+        for param in foreign:
             param.grad = None
         name = type(self.keeper.table.optimizer()).__name__
         warnings.warn(
-            f"{counted(len(brought), 'parameter')} had gradients when added to this {name}, and these "
-            "were dropped. Backward passes have multiplied them by the loss scale, and only gradients of parameters in "
-            "the optimizer are divided by it. To have nothing to drop, keep such parameters frozen "
-            "(requires_grad_(False)) until they are added, or set their gradients to None before.",
+            f"{counted(len(foreign), 'parameter')} had gradients when added to this {name}, and these "
+            "were dropped. Backward passes multiplied them by the loss scale, and only the gradients of parameters in "
+            "the optimizer are divided by it. To avoid this warning, freeze such parameters (requires_grad_(False)) "
+            "until you add them, or set their gradients to None before.",
             UserWarning,
             stacklevel=callers_level(),
         )
 
     def abandon(self, state: WindowState = WindowState.READY) -> None:
-        """After ``begin``, when the backward pass failed: drop what it brought and put back what was set aside.
+        """Drop the gradients of a failed backward pass, and put back the gradients that ``begin`` set aside.
 
-        If gradients went to other ranks, were added to others in place, or are unscaled in part, there is no way back:
-        the next step is skipped.
+        If the pass already sent gradients to other ranks, accumulated into earlier gradients, or unscaled some of them,
+        the earlier gradients are lost, and the next step is skipped.
         """
         params = self.params()
-        lost = self.ranks.abandon_backward() or self._mixes
+        lost = self.ranks.abandon_backward() or self._in_place
         if self.state is not WindowState.FINISHING:
             self.keeper.gradients.restore()
         else:
@@ -345,8 +351,8 @@ class Window:
             record_pass([self], found_inf)
         self.close(state)
 
-    def tell_closed(self, scaler: DeviceLossScaler, scale: torch.Tensor) -> None:
-        """Tell the subscribers that a pass is over; see ``Subscriber.closed``."""
+    def notify_closed(self, scaler: DeviceLossScaler, scale: torch.Tensor) -> None:
+        """Call ``Subscriber.closed`` of each subscriber."""
         for each in list(self.subscribers):
             each.closed(self, scaler, scale)
 
@@ -359,26 +365,27 @@ class Window:
         plain: bool = False,
         done: Collection[int] = (),
     ) -> bool:
-        """After ``begin`` and the backward pass: unscale what it brought and add what was set aside.
+        """Unscale the new gradients of a pass, and add the gradients that ``begin`` set aside.
 
-        Until ``record_pass`` or ``close`` an interrupt drops the gradients: they may be unscaled in part, or inf
-        without a record.
+        An interrupt before ``record_pass`` or ``close`` drops the gradients, because some may be unscaled and others
+        not, or inf without a record.
 
         Args:
-            scale: as given to ``begin``. Without ``begin``, what the gradients that are there are multiplied by.
+            scale: the scale given to ``begin``; after ``begin_plain``, the factor of the gradients in ``p.grad``.
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN.
-            scaler: the loss scale, for the subscribers.
-            plain: True after ``begin_plain``. Wrappers have sent what their user chose, and nothing more is divided by.
-            done: identities of parameters whose gradients are unscaled already.
+            scaler: the loss scaler, for the subscribers.
+            plain: True after ``begin_plain``. DDP wrappers then averaged the gradients as the user configured them, so
+                the factor of the ranks is not applied again.
+            done: identities of parameters whose gradients are already unscaled.
 
         Returns:
-            Whether any parameter has a gradient, or has stepped with one.
+            True if any parameter has a gradient, or gradient release stepped one.
         """
         if scale is not None and not plain:
             if self.subscribers:
-                self.tell_closed(scaler, scale)
-            self.clipped = self.clipped or ClippedGradients()
-            self.clipped.look(self.keeper.table.params, scale, by="block")
+                self.notify_closed(scaler, scale)
+            self.clip_check = self.clip_check or ClippedGradients()
+            self.clip_check.check(self.keeper.table.params, scale, by="block")
         release, table = self._release, self.keeper.table
         if not plain:
             release = release if self.state in UNSAFE[:2] else self.release
@@ -387,27 +394,27 @@ class Window:
         if self.ranks.reductions and not plain:
             self.ranks.end_backward()
             scale = self.ranks.gradient_scale(scale)
-        self._mixes = self._mixes or self.keeper.gradients.has_saved
+        self._in_place = self._in_place or self.keeper.gradients.has_saved
         self.state = WindowState.FINISHING
         self.keeper.gradients.finish(scale, found_inf, done)
         return found
 
     def multiply(self, scale: torch.Tensor) -> None:
-        """Scale the gradients again, as ``finish`` unscales them. An interrupt meanwhile drops them."""
+        """Multiply the gradients by the loss scale again, the inverse of ``finish``. An interrupt drops them."""
         divisor = self.ranks.gradient_scale(scale)
         assert divisor is not None
-        self._mixes, self.state = True, WindowState.FINISHING
+        self._in_place, self.state = True, WindowState.FINISHING
         self.keeper.gradients.multiply(self.params(), divisor)
         self.close()
 
     def sync(self, *, steps: bool = True) -> None:
-        """Average gradients and overflows since the last step with the ranks that have not got them yet.
+        """Average the gradients, and share the overflows, that the ranks have not exchanged since the last step.
 
         Args:
             steps: True if a step follows.
 
         Raises:
-            UsageError: as ``RankSync.sync_gradients``.
+            UsageError: see ``RankSync.sync_gradients``.
         """
         params = self.params()
         half = self._find_wrappers(params)
@@ -416,10 +423,10 @@ class Window:
             sync_overflow([self])
 
     def take_records(self, *, agreed: bool = True) -> list[BackwardRecord]:
-        """The records since the last call; there are none afterwards, and passes to come belong to another step.
+        """Return the records of this window and clear them: later passes belong to the next step.
 
         Args:
-            agreed: True to let the ranks agree on them before; False if they have done so already.
+            agreed: True to let the ranks agree on the records first; False if they already agreed.
         """
         if agreed and REDUCTIONS:
             self.sync()
@@ -431,7 +438,7 @@ class Window:
         return records
 
     def clear(self) -> None:
-        """The gradients were cleared: forget what is known about them."""
+        """Reset the window after ``zero_grad`` cleared the gradients."""
         if self.state in UNSAFE and self.block is None:
             if self.release is not None:
                 self.release.abandon()
@@ -446,29 +453,29 @@ class Window:
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients that the next step uses to a total norm, taken over all of them as one vector.
+        """Clip the gradients that the next step uses, to a norm over all of them as one vector.
 
         Args:
             max_norm: the largest norm allowed.
             norm_type: the p of the p-norm; ``float("inf")`` for the largest element.
 
         Returns:
-            The norm before, a 0-dim tensor; -1 if a scaled backward pass overflowed, since there is nothing to clip
-            then. No device is read.
+            The norm before clipping, a 0-dim tensor; -1 if a scaled backward pass overflowed, because the step is
+            skipped then. The call does not read the device.
         """
         if self.release is not None:
             self.release.refuse_clipping("clip_master_grads")
-        self.drop_brought()
+        self.drop_foreign_grads()
         self.sync(steps=False)
         norm = self.keeper.gradients.clip(max_norm, norm_type)
         return torch.where(any_overflow(self.records) != 0, -1.0, norm) if self.records else norm
 
     def _averaged_next(self, slots: Sequence[Slot]) -> list[Slot]:
-        """The rows whose gradients the ranks average in place; none whose gradient is to be fp32."""
+        """Return the slots whose gradients the ranks average in place, which excludes slots with fp32 gradients."""
         return self.ranks.averaged_next([slot for slot in slots if not slot.fp32])
 
     def _find_wrappers(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Find the wrappers around the parameters. Returns the parameters that have masters."""
+        """Find the DDP wrappers around the parameters, and return the parameters that have masters."""
         half = self.keeper.table.halves() if self.keeper.any else []
         if not self.delegates_to_outer:
             if "ranks" not in vars(self):
@@ -478,62 +485,62 @@ class Window:
 
 
 WINDOWS: weakref.WeakKeyDictionary[Window, None] = weakref.WeakKeyDictionary()
-"""The windows of attached optimizers, in the order of the calls of ``attach``, which is the same on every rank."""
+"""The windows of attached optimizers, in the order of the ``attach`` calls, which is the same on every rank."""
 
 
 def reachable(named: Sequence[Window]) -> list[Window]:
-    """The windows of further optimizers whose parameters a pass in a block may reach.
+    """Return the windows of optimizers that a block does not name but whose parameters its pass may reach.
 
-    A pass belongs to the parameters that it reaches, not to the optimizers that the block names: of two optimizers over
-    one trunk, or of a GAN's two networks, either loss brings gradients to both, and all are multiplied by the scale.
+    A pass writes gradients of every parameter that it reaches, and multiplies all of them by the loss scale. With two
+    optimizers over one trunk, or with the two networks of a GAN, either loss reaches parameters of both optimizers.
 
     Args:
-        named: the windows of the optimizers that the block belongs to.
+        named: the windows of the optimizers that the block names.
     """
     here = get_ident()
-    beside = [one for one in WINDOWS if one not in named and one.thread == here and not one.delegates_to_outer]
-    return [one for one in beside if one.keeper.table.optimizer() is not None and not one.is_open()]
+    unnamed = [one for one in WINDOWS if one not in named and one.thread == here and not one.delegates_to_outer]
+    return [one for one in unnamed if one.keeper.table.optimizer() is not None and not one.is_open()]
 
 
 def record_pass(
     windows: Sequence[Window],
     found_inf: torch.Tensor,
-    scaler: DeviceLossScaler | None = None,
+    pending_scaler: DeviceLossScaler | None = None,
     *,
-    moves: DeviceLossScaler | None = None,
-    told: bool = True,
+    scaler: DeviceLossScaler | None = None,
+    with_peers: bool = True,
 ) -> None:
-    """Note a pass for the next step of some optimizers, whose gradients are whole from here on, and for the loss scale.
+    """Record the overflow check of a pass, close the windows, and update the loss scale.
 
-    A loss scale that is given twice hears of it at once, unless other ranks do not have these gradients yet: then it
-    hears when they are averaged.
+    With both ``pending_scaler`` and ``scaler``, the loss scale is updated at once; but if the ranks have not averaged
+    these gradients yet, it is updated when they have.
 
     Args:
         windows: the windows of the optimizers.
         found_inf: 0-dim float32 tensor, 1.0 if a gradient holds inf or NaN.
-        scaler: the loss scale that is yet to be updated with it; see ``BackwardRecord``.
-        moves: the loss scale that an overflow lowers.
-        told: True if the optimizers that share a parameter with one of these skip their steps by it, too.
+        pending_scaler: see ``BackwardRecord``.
+        scaler: see ``BackwardRecord``.
+        with_peers: True if optimizers that share a parameter with one of these also skip their steps.
     """
     alone = not any(window.ranks.reductions for window in windows)
-    record = BackwardRecord(found_inf, scaler if moves or alone else None, shared=alone, moves=moves)
+    record = BackwardRecord(found_inf, pending_scaler if scaler or alone else None, shared=alone, scaler=scaler)
     for window in windows:
-        others = [other for ref in window.sharing if (other := ref()) is not None] if told else []
-        for each in (window, *others):
+        peers = [peer for ref in window.peers if (peer := ref()) is not None] if with_peers else []
+        for each in (window, *peers):
             if record not in each.records:
                 each.records.append(record)
             if len(each.records) >= _MANY:
                 each.records = _merged(each.records)
         window.close()
-    if scaler is not None and moves is not None:
+    if pending_scaler is not None and scaler is not None:
         if alone:
-            scaler.update(found_inf, lambda: blame(windows))
+            pending_scaler.update(found_inf, lambda: blame(windows))
         elif not any(window.ranks.has_unsynced for window in windows):
             sync_overflow(windows)
 
 
 def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
-    """Return whether any pass overflowed, as a 0-dim float32 tensor."""
+    """Return a 0-dim float32 tensor, 1.0 if any pass overflowed."""
     if len(records) == 1:
         return records[0].found_inf
     device = records[0].found_inf.device
@@ -541,28 +548,28 @@ def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
 
 
 _MANY = 64
-"""The number of passes without a step after which their records are merged: user code may never step."""
+"""Records are merged above this number of passes, so that user code that never steps does not leak memory."""
 
 
 def _merged(records: list[BackwardRecord]) -> list[BackwardRecord]:
-    """Merge the records of many passes without a step: one for each loss scale for the passes that all ranks have."""
+    """Merge the records of passes that all ranks share into one record per loss scaler."""
     found = [record for record in records if not record.shared]
     alike: dict[tuple[DeviceLossScaler | None, DeviceLossScaler | None], list[BackwardRecord]] = {}
     for record in records:
         if record.shared:
-            alike.setdefault((record.scaler, record.moves), []).append(record)
-    for (scaler, moves), row in alike.items():
-        found.append(BackwardRecord(any_overflow(row), scaler, shared=True, moves=moves))
+            alike.setdefault((record.pending_scaler, record.scaler), []).append(record)
+    for (pending_scaler, scaler), row in alike.items():
+        found.append(BackwardRecord(any_overflow(row), pending_scaler, shared=True, scaler=scaler))
     return found
 
 
 def sync_overflow(optimizers: Sequence[Window]) -> None:
-    """Let all ranks agree on which of the latest passes overflowed, and update the loss scales."""
+    """Share with all ranks which passes overflowed, and update the loss scales."""
     records = {id(record): record for window in optimizers for record in window.records}
     for scaler, found_inf in share_overflow(records.values(), [window.ranks for window in optimizers]).items():
         scaler.update(found_inf, lambda: blame(optimizers))
 
 
 def blame(windows: Sequence[Window]) -> str:
-    """The first gradient of some optimizers that is not finite, for the message of an error. Reads the device."""
+    """Describe the first gradient that is inf or NaN, for an error message. Reads the device."""
     return first_bad_gradient([window.keeper.optimizer for window in windows])

@@ -1,4 +1,4 @@
-"""A closure that is given to a step, evaluated as mixed precision needs it."""
+"""Evaluation of the closure that user code gives to ``step``, with op casts, loss scaling and retries."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from ..casting.scope import OpCasting
 from ..core.errors import UsageError
 from .backward import Window, any_overflow
 
-__all__ = ["ClosureOverflowed", "guarded"]
+__all__ = ["ClosureOverflowed", "guard"]
 
 logger = logging.getLogger("halfstep")
 
-_RETRIES = 64  # enough to bring any float32 scale down to its floor by halving, twice over
+_RETRIES = 64  # twice the number of halvings that bring any float32 scale down to its floor
 
 
 class ClosureOverflowed(Exception):  # noqa: N818 - never leaves a step
-    """Leaves an optimizer's step before it has changed anything."""
+    """Raised in a closure to leave an optimizer's step before the step changes anything."""
 
 
-def guarded(closure: Callable[[], Any], window: Window, casting: OpCasting | None, verbose: bool) -> Callable[[], Any]:
-    """A closure that sees up-to-date 16-bit weights and the casts, and is run again when it overflows.
+def guard(closure: Callable[[], Any], window: Window, casting: OpCasting | None, verbose: bool) -> Callable[[], Any]:
+    """Wrap a closure so that it runs with up-to-date 16-bit weights and op casts, and again after an overflow.
 
-    Its attribute ``loss`` is what the user's closure returned last.
+    The attribute ``loss`` of the wrapper is the latest result of ``closure``.
 
-    A static loss scale would overflow again in the same way. There the step is skipped, if nothing has moved yet.
+    With a static loss scale a second run would overflow in the same way, so the step is skipped. That is only possible
+    if the optimizer has not changed any weight yet; otherwise the wrapper raises ``UsageError``.
 
     Args:
-        closure: the user's.
-        window: the window of the optimizer, whose masters leave their places while the closure runs.
-        casting: the op casting in force around the step, which itself runs without.
-        verbose: True to log that the closure runs again.
+        closure: the user's closure.
+        window: the window of the optimizer. While the closure runs, the optimizer's groups hold the 16-bit weights
+            instead of masters.
+        casting: the op casting that is active around the step, for the closure only; the step runs without it.
+        verbose: True to log each retry.
     """
     first, name = True, type(window.keeper.optimizer).__name__
 
@@ -54,13 +56,13 @@ def guarded(closure: Callable[[], Any], window: Window, casting: OpCasting | Non
                         raise ClosureOverflowed
                     raise UsageError(
                         f"The closure given to {name}.step overflowed under a static loss scale after the optimizer "
-                        "had moved the weights; use a lower scale, or a dynamic one."
+                        "had changed the weights; use a lower loss scale, or a dynamic one."
                     )
                 if verbose:
-                    logger.info("Gradient overflow. Running the closure again")
+                    logger.info("Gradient overflow. Running the closure again at a lower loss scale")
         raise UsageError(
-            f"The closure given to {name}.step overflowed {_RETRIES} times in a row, each time at a lower loss scale; "
-            "its loss or its gradients are not finite at any scale."
+            f"The closure given to {name}.step overflowed {_RETRIES} times in a row, each time at a lower loss scale. "
+            "Its loss or gradients are inf or NaN at any scale; check the loss and its inputs."
         )
 
     return evaluate

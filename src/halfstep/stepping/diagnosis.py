@@ -1,4 +1,4 @@
-"""Find out what is wrong with gradients, for the message of an error, which is slow, or for a warning."""
+"""Diagnosis of gradients: the first one with inf or NaN for error messages (slow), and a check for early clipping."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ from ..torch_internals.torch_compat import values_of
 __all__ = ["ClippedGradients", "first_bad_gradient"]
 
 _CLIP_AFTER = (
-    "Clip after the block, where they are unscaled: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), ...)."
+    "Clip after the block, when they are unscaled: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), ...)."
 )
 _UNSCALE_BEFORE = (
     "Call scaler.unscale_(optimizer) before you clip, or scaler.clip_grad_norm_(optimizer, max_norm), which does both."
 )
 
 _LARGEST_CLIP = 100.0
-"""The largest norm that user code is expected to clip to. Gradients that are multiplied by a loss scale are smaller
-only if they vanish."""
+"""The largest norm to which user code is expected to clip. Scaled gradients have a smaller norm only if they vanish."""
 _SMALLEST_SCALE = 256.0
-_LOOKS = 5
+_CHECKS = 5
 
 
 def first_bad_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """The first parameter whose gradient holds inf or NaN, by its qualified name where one is known. Reads the device.
+    """Describe the first parameter whose gradient holds inf or NaN, by its qualified name if known. Reads the device.
 
     Args:
-        optimizers: the optimizers whose parameters to look at, in their order. The parameters of their models, if they
-            are attached, come first, in the order of ``named_parameters``.
+        optimizers: the optimizers whose parameters to check, in this order. If an optimizer is attached, the parameters
+            of its models come first, in the order of ``named_parameters``.
 
     Returns:
         For example ``layers.0.weight (4x3, float16: 2 inf, 0 NaN among 12 values)``. If an optimizer updates 16-bit
-        weights without masters, a sentence on that follows, because their steps may have made the weights inf or NaN.
+        weights without masters, a sentence about it follows, because its steps may have made the weights inf or NaN.
     """
     seen: set[int] = set()
     for name, param in _named(optimizers):
@@ -54,11 +53,11 @@ def first_bad_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> str:
             shape = "x".join(map(str, param.shape)) or "scalar"
             counts = f"{infs} inf, {nans} NaN among {values.numel()} values"
             return f"{name} ({shape}, {dtype_name(grad.dtype)}: {counts}){_on_masters(optimizers)}"
-    return "none is left to look at; they were cleared or replaced before the loss scale was updated"
+    return "unknown, because the gradients were cleared or replaced before the loss scale was updated"
 
 
 def _on_masters(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """A sentence on the first optimizer that updates 16-bit weights without masters; nothing if there is none."""
+    """Return a sentence about the first optimizer that updates 16-bit weights without masters, or an empty string."""
     for optimizer in optimizers:
         if getattr(getattr(optimizer, "options", None), "master_weights", None):
             continue
@@ -67,9 +66,9 @@ def _on_masters(optimizers: Sequence[torch.optim.Optimizer]) -> str:
         if half:
             return (
                 f". {len(half)} of {counted(len(params), 'parameter')} of {type(optimizer).__name__} are "
-                f"{dtype_name(half[0].dtype)} and have no fp32 masters: small updates are lost (HS101), large ones "
-                "overflow, and an eps that is 0 in this dtype divides by 0 (HS106). Give the model fp32 weights "
-                'before (model.float()), or use opt_level="O2", which keeps masters'
+                f"{dtype_name(half[0].dtype)} and have no fp32 masters: small updates are lost (HS101), large updates "
+                "overflow, and an eps that is 0 in this dtype divides by 0 (HS106). Initialize with fp32 weights "
+                '(model.float()), or use opt_level="O2", which keeps masters'
             )
     return ""
 
@@ -88,28 +87,28 @@ def _named(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, t
 
 
 class ClippedGradients:
-    """Looks whether gradients were clipped before they are unscaled; the first few times that it may be so.
+    """Warns if user code clips gradients before they are unscaled.
 
-    Clipping writes into gradients that a backward pass has brought. Gradients that were written into are looked at: a
-    clip leaves the same norm, or the same largest value, at one step after the other.
+    Clipping writes into the gradients of a backward pass, so only gradients whose version changed are checked, and only
+    the first few times. Clipped gradients have the same norm, or the same largest value, in two consecutive steps.
     """
 
     def __init__(self) -> None:
-        self._looks = _LOOKS
+        self._checks_left = _CHECKS
         self._reader: AsyncReader | None = None
-        self._seen: tuple[float, float] | None = None  # the norm and the largest value at the last look
+        self._seen: tuple[float, float] | None = None  # the norm and the largest value at the latest check
 
-    def look(self, params: Sequence[torch.Tensor], scale: torch.Tensor, *, by: str) -> None:
-        """Look at gradients if they were written into, and compare them with the gradients of passes before.
+    def check(self, params: Sequence[torch.Tensor], scale: torch.Tensor, *, by: str) -> None:
+        """Compare gradients that user code changed with the gradients of earlier passes.
 
         Args:
             params: the parameters of the optimizer.
-            scale: 0-dim tensor that their gradients are multiplied by.
+            scale: the loss scale of the gradients, a 0-dim tensor.
             by: the caller that unscales them, "block" or "GradScaler".
         """
         if self._reader is not None:
             self._judge(by)
-        if not self._looks:
+        if not self._checks_left:
             return
         first = next((grad for param in params if (grad := param.grad) is not None), None)
         if first is None or first._version == 0 or type(first) is not torch.Tensor or capturing(first.device):
@@ -117,7 +116,7 @@ class ClippedGradients:
         grads = [g for param in params if (g := param.grad) is not None]
         if any(g.is_sparse or g.is_complex() or g.device != first.device or type(g) is not torch.Tensor for g in grads):
             return
-        self._looks -= 1
+        self._checks_left -= 1
         norm = multi_tensor.norm(grads).to(torch.float32)
         largest = multi_tensor.norm(grads, float("inf")).to(torch.float32)
         half = torch.full_like(norm, float(any(map(is_half, grads))))
@@ -126,7 +125,7 @@ class ClippedGradients:
         self._judge(by)
 
     def _judge(self, by: str) -> None:
-        """Compare the norms that have been read by now. Warns once."""
+        """Compare the norms that have arrived on the host, and warn once."""
         assert self._reader is not None
         for norm, largest, half, scale in self._reader.poll():
             before, self._seen = self._seen, (norm, largest)
@@ -135,10 +134,10 @@ class ClippedGradients:
             if not same or not 0.0 < same[0] <= _LARGEST_CLIP or scale < _SMALLEST_SCALE:
                 continue
             what = "norm" if same[0] == norm else "largest value"
-            self._looks, self._reader = 0, None
+            self._checks_left, self._reader = 0, None
             warnings.warn(
-                f"It looks as if gradients were clipped while they were still multiplied by the loss scale of "
-                f"{scale:g}: their {what} was {same[0]:.3g} again, so {same[0] / scale:.3g} is left to step with. "
+                f"Gradients seem to be clipped while they are still multiplied by the loss scale of {scale:g}: their "
+                f"{what} was {same[0]:.3g} in two checks, so the step uses only {same[0] / scale:.3g}. "
                 f"{_CLIP_AFTER if by == 'block' else _UNSCALE_BEFORE}",
                 UserWarning,
                 stacklevel=callers_level(),

@@ -61,7 +61,7 @@ class _Attached(Mixin):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its 16-bit parameters get masters if the rest have them, and scaled gradients are dropped."""
         super().add_param_group(param_group)  # type: ignore[misc]
-        self._amp_stash.window.drop_brought()
+        self._amp_stash.window.drop_foreign_grads()
         self._amp_stash.keeper.adopt()
 
     def state_dict(self) -> dict[str, Any]:

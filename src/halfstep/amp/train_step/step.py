@@ -237,8 +237,8 @@ class TrainStep:
             return f"{name} steps inside of the backward pass"
         if self.scaler is not None and self.scaler.is_enabled() and not isinstance(self.scaler, GradScaler):
             return "a torch.amp.GradScaler reads the device in its step; use halfstep.amp.GradScaler"
-        takes_flags = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        if not takes_flags and any(not scaler.neutral for scaler in self.loss_scalers()):
+        supports_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        if not supports_found_inf and any(not scaler.neutral for scaler in self.loss_scalers()):
             return (
                 f"{name} does not skip a step by itself, so the host reads whether it overflowed; use a fused optimizer"
             )

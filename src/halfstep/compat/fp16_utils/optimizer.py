@@ -326,7 +326,7 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
         window, engine = self._attached.window, self.loss_scaler.engine
         window.finish(scale, found_inf, engine)
         self._scale = None
-        record_pass([window], found_inf, engine, moves=engine if moves else None)
+        record_pass([window], found_inf, engine, scaler=engine if moves else None)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         self._found_inf = None

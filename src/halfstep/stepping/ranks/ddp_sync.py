@@ -62,20 +62,20 @@ class BackwardRecord:
 
     Attributes:
         found_inf: 0-dim float32 tensor, 1.0 if the pass overflowed on this rank; after ``share_overflow``, on any rank.
-        scaler: the loss scale to update with it; None if there is none or it is already updated.
+        pending_scaler: the loss scaler to update with ``found_inf``; None if there is none or it is already updated.
         shared: True if ``found_inf`` is already the same on all ranks.
-        moves: the loss scale that an overflow lowers if it is dynamic; None for none.
+        scaler: the loss scaler that an overflow of the pass lowers; None if an overflow only skips the step.
     """
 
     found_inf: torch.Tensor
-    scaler: DeviceLossScaler | None
+    pending_scaler: DeviceLossScaler | None
     shared: bool = False
-    moves: DeviceLossScaler | None = None
+    scaler: DeviceLossScaler | None = None
 
     @property
     def dynamic(self) -> bool:
         """True if an overflow lowers the loss scale."""
-        return self.moves is not None and self.moves.dynamic
+        return self.scaler is not None and self.scaler.dynamic
 
 
 class RankSync:
@@ -271,7 +271,7 @@ class RankSync:
         # In a loop without blocks a rank has gradients, and need not compare anything.
         asks = steps and (self._had_pass or all(p.grad is None for p in params))
         if not self._parted and (self._unsynced or (asks and not capturing(self.reductions[0].device))):
-            scales = len({record.scaler for record in records if not record.shared})
+            scales = len({record.pending_scaler for record in records if not record.shared})
             self._compare(steps, scales)
         done: set[int] = set()
         for reduction in [] if self._parted else [each for each in self.reductions if each in self._unsynced]:
@@ -345,9 +345,9 @@ def share_overflow(
     before: dict[DeviceLossScaler | None, list[torch.Tensor]] = {}
     for record in records:
         if record.shared:
-            before.setdefault(record.scaler, []).append(record.found_inf)
+            before.setdefault(record.pending_scaler, []).append(record.found_inf)
         else:
-            new.setdefault(record.scaler, []).append(record)
+            new.setdefault(record.pending_scaler, []).append(record)
     shared = {scaler: row[-1].found_inf for scaler, row in new.items() if scaler is not None}
     # In ``join`` ranks need no message: after an overflow the averaged gradients are not finite on any rank.
     if new and (groups := _distinct(group for one in ranks for group in one.groups)):
