@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -212,14 +211,8 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def reads() -> Iterator[Reads]:
-    with Reads() as mode:
-        yield mode
-
-
 def test_reads_are_counted() -> None:
-    with reads() as counted:
+    with Reads() as counted:
         torch.ones(()).item()
         assert torch.ones(())
         float(torch.ones(()))
@@ -237,7 +230,7 @@ def test_reads_of_a_step(name: str, optimizer: str, clips: bool, half: torch.dty
     door = open_door(name, make, half)
     counts = []
     for step in range(6):
-        with reads() as counted:
+        with Reads() as counted:
             door.backward(door.loss(step, math.inf if step == 5 else 1.0))
             if clips:
                 door.clip(1.0)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import amp, optimizers
 from halfstep.core.errors import LossScaleCollapsed
-from tests.stepping.test_overflow import reads
-from tests.support.doors import open_door
+from tests.stepping.test_overflow import Reads
+from tests.support.doors import HANDLES, open_door
 from tests.support.worlds import scaled_backward, scaled_step, step_and_clear
 
 BAD = [math.inf, -math.inf, math.nan]
@@ -139,7 +139,7 @@ def test_a_step_that_skips_itself_on_the_device_is_not_asked_whether_it_did(opti
     run = open_door("O1", OPTIMIZERS[optimizer])
     counts = []
     for i in range(6):
-        with reads() as counted:
+        with Reads() as counted:
             run.backward(run.loss(i, math.inf if i == OVERFLOWS else 1.0))
             run.optimizer.step()
         counts.append(counted.count)  # nobody clears
@@ -273,6 +273,7 @@ def test_an_overflow_in_a_shared_parameter_counts_for_both(level: str, order: st
     ]
     if level == "handle":
         handle = amp.init(dtype=torch.float16, loss_scale="dynamic")
+        HANDLES.append(handle)
     else:
         model, made = amp.initialize(
             model, made, opt_level=level, dtype=torch.float16, num_losses=2, loss_scale="dynamic", verbosity=0
