@@ -192,7 +192,7 @@ def test_wrapped_for_parallel_training_is_refused(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dtype": torch.float32}, ArgumentValueError, "16-bit dtype"),
+        ({"dtype": torch.float32}, ArgumentValueError, "is not 16-bit"),
         ({"dtype": "float8"}, ArgumentValueError, "bfloat16, float16"),
         ({"dtype": 16}, ArgumentTypeError, "torch.dtype"),
         ({"opt_level": "O5", "dtype": torch.float16}, ArgumentValueError, "O2 in bfloat16"),

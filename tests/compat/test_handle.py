@@ -416,7 +416,7 @@ def test_disabled_does_nothing() -> None:
         ({"loss_scale": 0.0}, "loss_scale|init_scale"),
         ({"loss_scale": float("nan")}, "loss_scale|init_scale"),
         ({"loss_scale": "bla"}, "loss_scale='bla' must be .*DynamicLossScale"),
-        ({"dtype": torch.float32}, "16-bit dtype"),
+        ({"dtype": torch.float32}, "is not 16-bit"),
         ({"dtype": "fp8"}, "fp8"),
     ],
 )

@@ -97,7 +97,7 @@ def test_op_lists_are_those_of_amp() -> None:
     [
         ({"level": "O3"}, ArgumentValueError, "policy="),
         ({"level": Recipe("O0"), "dtype": "bfloat16"}, UsageError, "not beside it"),
-        ({"dtype": "float32"}, ArgumentValueError, "is not a 16-bit dtype"),
+        ({"dtype": "float32"}, ArgumentValueError, "is not 16-bit"),
         ({"scaler": 128.0}, ArgumentTypeError, "GradScaler"),
         ({"policy": "O2"}, ArgumentTypeError, "Policy"),
         ({"policy": Policy(), "dtype": "bfloat16"}, UsageError, "Leave it out"),

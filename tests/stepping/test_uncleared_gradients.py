@@ -19,7 +19,6 @@ from tests.support.doors import HANDLES, open_door
 from tests.support.worlds import scaled_backward, scaled_step, step_and_clear
 
 BAD = [math.inf, -math.inf, math.nan]
-STEPS = 8
 OVERFLOWS = 3
 """The step whose gradients are not finite."""
 
@@ -47,14 +46,14 @@ def test_clearing_only_after_a_step_that_was_taken_is_clearing_always(
     for always in (True, False):
         run = open_door(face, OPTIMIZERS[optimizer], half)
         skips = []
-        for i in range(STEPS):
+        for i in range(8):
             for turn in range(2):
                 run.backward(run.loss(2 * i + turn, math.inf if (i, turn) == (OVERFLOWS, 0) else 1.0))
             run.optimizer.step()
             skips.append(run.skipped())
             if always or not skips[-1]:
                 run.optimizer.zero_grad()
-        assert skips == [i == OVERFLOWS for i in range(STEPS)]
+        assert skips == [i == OVERFLOWS for i in range(8)]
         found.append(run.weights())
         amp.deactivate()
     assert_equal(*found)

@@ -105,7 +105,7 @@ def parse_half(dtype: torch.dtype | str) -> torch.dtype:
     """
     found = parse_dtype(dtype)
     if found not in HALF_DTYPES:
-        raise ArgumentValueError(f"dtype={dtype_name(found)} is not a 16-bit dtype; use float16 or bfloat16.")
+        raise ArgumentValueError(f"dtype={dtype_name(found)} is not 16-bit; use torch.float16 or torch.bfloat16.")
     return found
 
 
