@@ -371,26 +371,28 @@ def test_nothing_is_said_of_an_interrupt_that_was_none(caplog: pytest.LogCapture
     assert "interrupted" not in caplog.text
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_forward_pass_that_is_interrupted_anywhere_leaves_the_casts_as_they_were(level: str) -> None:
-    """Including each line that opens a scope or closes one."""
-    world = World(level, torch.float16, _MAKERS["SGD"])
-    amp.deactivate()  # so that the model opens a scope, and does not find its casts in force
+@pytest.mark.parametrize("level", ["O1", "O2", "O1 in the whole process"])
+def test_passes_that_are_interrupted_anywhere_leave_the_casts_as_they_were(level: str) -> None:
+    """Including each line that opens a scope or closes one. The next op may come before the next scope."""
+    world = World(level[:2], torch.float16, _MAKERS["SGD"])
+    if len(level) == 2:
+        amp.deactivate()  # so that the model opens a scope, and does not find its casts in force
     x, files = torch.ones(2, 6), (f"{_ROOT}/casting/current.py", f"{_ROOT}/casting/scope.py")
 
     def now() -> list[Any]:
+        outside = torch.mm(x, x.mT).dtype
         with amp.disable_casts():
             inside = torch.mm(x, x.mT).dtype
-        outside = torch.mm(x, x.mT).dtype
-        return [inside, outside, world.model(x).tolist(), torch.is_autocast_enabled("cpu"), active_casting() is None]
+        state = torch.is_autocast_enabled("cpu"), active_casting() is None, torch.autograd._engine_run_backward
+        return [outside, inside, world.model(x).tolist(), *state]
 
     expected = now()
     with Interrupter(-1, files) as counter:
-        world.model(x)
+        world.model(x).sum().backward()
     wrong = []
     for at in range(counter.lines):
         with contextlib.suppress(KeyboardInterrupt), Interrupter(at, files) as interrupter:
-            world.model(x)
+            world.model(x).sum().backward()
         wrong += [interrupter.where] if now() != expected else []
     assert counter.lines > 20
     assert wrong == []

@@ -215,20 +215,20 @@ def set_current(
         session: the session whose casting it is; every op asks if it is over.
         in_op: True if the mode runs an op, after which it is on torch's stack again.
     """
-    for device in devices:
-        torch.set_autocast_enabled(device, device in casting.native)
-        if device in casting.native:
-            torch.set_autocast_dtype(device, casting.dtype)
     mode, thread.key = thread.mode, "" if casting.is_noop else casting.key
     mode.config, mode.session, mode.cache = casting, session, mode.weights if casting.cache else None
     # The graph of an export must hold every cast, and native autocast leaves no trace in it.
     mode.plan = plan_of(casting, torch.compiler.is_exporting(), is_recorded())
+    if not in_op:  # before native autocast changes, so that the mode runs the next op after an interrupt in here
+        place(mode, mode.is_needed)
+    for device in devices:
+        torch.set_autocast_enabled(device, device in casting.native)
+        if device in casting.native:
+            torch.set_autocast_dtype(device, casting.dtype)
     if casting.enabled:
         all_native = casting.lists.level == "native" or not mode.plan.table
         # Outside of scopes nothing would end the casts that native autocast keeps.
         torch.set_autocast_cache_enabled(casting.cache and all_native and session is None)
-    if not in_op:
-        place(mode, mode.is_needed)
 
 
 def plan_of(casting: CastingConfig, explicit: bool, recorded: bool) -> Plan:
