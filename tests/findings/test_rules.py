@@ -345,13 +345,14 @@ def test_an_average_in_16_bits(dtype: torch.dtype, decay: float) -> None:
 def test_a_copy_of_a_16_bit_model_that_has_other_weights(wrapped: bool) -> None:
     model, optimizer = with_optimizer(net(), torch.optim.SGD, lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
-    average = AveragedModel(model) if wrapped else copy.deepcopy(model)
-    others = [copy.deepcopy(amp.master_model(model)), copy.deepcopy(model)]
+    average = AveragedModel(model) if wrapped else copy.deepcopy(nn.Sequential(model))
+    others = [copy.deepcopy(amp.master_model(model)), copy.deepcopy(model), copy.deepcopy(model).float()]
     assert "HS109" not in codes(halfstep.check(model, optimizer)), "they are equal"
     for each in (*others, average):
         next(each.parameters()).data.add_(1)
     next(others[1].parameters()).grad = torch.zeros(64, 32, dtype=torch.bfloat16)  # it is trained
-    assert only(halfstep.check(model, optimizer), "HS109").severity == "warning"
+    found = only(halfstep.check(model, optimizer), "HS109")
+    assert (found.severity, found.where) == ("warning", "0.weight (1 tensor, 2048 weights)")
     del average, each
     gc.collect()
     assert "HS109" not in codes(halfstep.check(model, optimizer)), "it is gone"
