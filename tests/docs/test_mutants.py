@@ -28,22 +28,11 @@ CHANGED = {
 }
 
 LEFT_ALONE = [
-    '"""Text with 1 + 1."""',
-    "import a.b as c",
-    "from a import b",
-    "__all__ = ['a', True]",
-    "def f(x: int = None) -> list[1]: ...",
-    "@cache(maxsize=1)\nclass A: ...",
-    "assert a < 1",
-    "raise ValueError(f'{a + 1}')",
-    "x = f'{a + 1}'",
-    "x = UsageError(f'{a + 1}')",
-    "def f(a):\n    b = 'c'",
-    "x = zip(a, b, strict=True)",
-    "x = list(a)",
-    "if TYPE_CHECKING:\n    f(1)",
-    "import a\nx = a.b(c)",
-]
+    '"""Text with 1 + 1."""', "import a.b as c", "from a import b", "__all__ = ['a', True]",
+    "def f(x: int = None) -> list[1]: ...", "@cache(maxsize=1)\nclass A: ...", "assert a < 1",
+    "raise ValueError(f'{a + 1}')", "x = f'{a + 1}'", "x = UsageError(f'{a + 1}')", "def f(a):\n    b = 'c'",
+    "x = zip(a, b, strict=True)", "x = list(a)", "if TYPE_CHECKING:\n    f(1)", "import a\nx = a.b(c)",
+]  # fmt: skip
 
 
 def changes(tmp_path: Path, source: str) -> list[str]:
