@@ -75,7 +75,7 @@ def test_has_masters_says_whether_they_were_given() -> None:
     assert not amp.has_masters(optimizer)
     amp.give_masters(optimizer)
     assert amp.has_masters(optimizer)
-    with pytest.raises(UsageError, match="once is all it can"):
+    with pytest.raises(UsageError, match="can be prepared only once"):
         amp.give_masters(optimizer)
 
 

@@ -130,6 +130,6 @@ def losses_of_their_own(rank: int, losses: tuple[int, int]) -> str:
 
 def test_loss_scales_of_their_own_are_an_error_on_every_rank(ranks: Ranks) -> None:
     for message in ranks.run(losses_of_their_own, (1, 0)):
-        assert "some ranks had backward passes of different numbers of loss scales" in message
+        assert "some ranks had backward passes with different numbers of loss scales" in message
         assert "times zero" in message
     assert ranks.run(losses_of_their_own, (1, 1)) == ["", ""]

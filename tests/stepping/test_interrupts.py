@@ -325,7 +325,7 @@ def test_a_block_that_somebody_will_leave_is_open(way: str) -> None:
             next(running)
             stack.callback(lambda: list(running))
         gc.collect()
-        with pytest.raises(UsageError, match="inside of a scale_loss block"):
+        with pytest.raises(UsageError, match="inside a scale_loss block"):
             world.step()
         with pytest.raises(UsageError, match="is already open"):
             world.block(4)

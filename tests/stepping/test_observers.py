@@ -108,7 +108,7 @@ def test_a_step_that_is_refused_inside_of_a_block_is_none_for_observers() -> Non
     model, optimizer = amp.initialize(*model_and_optimizer(torch.optim.SGD), opt_level="O2", verbosity=0)
     with noting(optimizer) as noted, amp.scale_loss(model(torch.ones(2, 4)).mean(), optimizer) as scaled_loss:
         scaled_loss.backward()
-        with pytest.raises(UsageError, match=r"inside of a scale_loss block.*\. Dedent it"):
+        with pytest.raises(UsageError, match=r"inside a scale_loss block.*\. Call it after the block"):
             optimizer.step()
     assert noted.steps == []
 
@@ -117,7 +117,7 @@ def test_a_step_in_a_hook_of_the_backward_pass_names_gradient_release() -> None:
     model, optimizer = amp.initialize(*model_and_optimizer(torch.optim.SGD), opt_level="O2", verbosity=0)
     next(model.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with (
-        pytest.raises(UsageError, match=r"inside of a scale_loss block.*release=True.*leave out the block"),
+        pytest.raises(UsageError, match=r"inside a scale_loss block.*release=True.*leave out the block"),
         amp.scale_loss(model(torch.ones(2, 4)).mean(), optimizer) as scaled_loss,
     ):
         scaled_loss.backward()

@@ -215,7 +215,7 @@ class GradScaler(ScalerSettings):
             closure = self._evaluating(optimizer, attached, closure)
         elif state["stage"] is OptState.READY:
             self._unscale(optimizer, attached, may_defer=True)
-        returned = attached.call(optimizer, closure, *args, **kwargs)
+        returned = attached.step_unless_overflow(optimizer, closure, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         (found_inf,) = state["found_inf_per_device"].values()
         return StepResult(found_inf, returned)

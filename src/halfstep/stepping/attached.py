@@ -1,9 +1,9 @@
-"""The state that halfstep keeps for one torch optimizer, and the code that takes or skips its step.
+"""The state that halfstep keeps for one torch optimizer, and the code that runs or skips its step.
 
-``attach`` gives the optimizer a class of its own, made on the fly below the one it has, whose ``step``, ``zero_grad``,
-``add_param_group`` and ``load_state_dict`` come here. The instance gets ``_amp_stash``, and the few attributes that
-schedulers and steps look for, which docs/side-effects.md lists. Other code meets an ordinary optimizer: its groups hold
-the model's parameters, and its state is keyed by them.
+``attach`` changes the class of the optimizer to a generated subclass, whose ``step``, ``zero_grad``,
+``add_param_group`` and ``load_state_dict`` call this module. It sets the attribute ``_amp_stash``, and the few
+attributes that schedulers and steps read; docs/side-effects.md lists them. For all other code the optimizer is
+unchanged: its groups hold the model's parameters, which are the keys of its state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..torch_internals.torch_compat import dispatch_mode_count, has_step_hooks
 from .backward import UNSAFE, WINDOWS, Window, WindowState, any_overflow
 from .closure import ClosureOverflowed, guard
 from .dynamic_class import add_names_of_apex, class_over
-from .replaced import ReplacedParameters, registered
+from .replaced import ReplacedParameters, registrations
 
 __all__ = [
     "AttachedOptimizer",
@@ -50,13 +50,13 @@ __all__ = [
 logger = logging.getLogger("halfstep")
 
 
-_LOOKS = 3  # the steps in which the models are looked at in any case
+_FIRST_STEPS = 3  # the first steps, which always search the models for replaced parameters
 
 
 def attached_to(optimizer: object) -> AttachedOptimizer | None:
     """Return the state of an optimizer, or of the optimizer in a wrapper; None if it is not attached.
 
-    It is the attribute ``_amp_stash``, as Apex's was: scripts ask for that name to learn whether amp is on.
+    The attribute has Apex's name ``_amp_stash``, because scripts check for it to know if amp is on.
     """
     found = getattr(optimizer, "_amp_stash", None) or getattr(bare(optimizer), "_amp_stash", None)
     return found if isinstance(found, AttachedOptimizer) else None
@@ -66,17 +66,17 @@ def attach(optimizer: torch.optim.Optimizer, *, fused: bool = False, **options: 
     """Take over the step of an optimizer.
 
     Args:
-        optimizer: any that is not attached.
-        fused: make it a fused one of the same arithmetic, too, which ``can_fuse`` says is possible.
+        optimizer: an optimizer that is not attached.
+        fused: True to also make it a fused optimizer with the same arithmetic; requires ``can_fuse``.
         **options: options of ``AttachedOptimizer``.
 
     Raises:
-        UsageError: if it is attached already.
+        UsageError: if the optimizer is already attached.
     """
     if attached_to(optimizer) is not None:
         raise UsageError(
-            f"This {type(optimizer).__name__} has been through amp.initialize, amp.decorate, FP16_Optimizer or "
-            "amp.init once and can go only once; make a new optimizer to start over."
+            f"This {type(optimizer).__name__} was already prepared by amp.initialize, amp.decorate, FP16_Optimizer or "
+            "amp.init, and an optimizer can be prepared only once; make a new optimizer to start over."
         )
     attached = AttachedOptimizer(optimizer, base=fused_base(optimizer) if fused else type(optimizer), **options)
     WINDOWS[attached.window] = None
@@ -94,67 +94,68 @@ def _wants_scaler(step: Callable[..., Any]) -> bool:
 
 
 def share_overflows(attached: Sequence[AttachedOptimizer]) -> None:
-    """Let optimizers that share a parameter hear of each other's backward passes."""
+    """Register optimizers that share a parameter as peers: if a pass overflows, all of them skip their steps."""
     params = [set(map(id, one.window.params())) for one in attached]
     for one, mine in zip(attached, params, strict=True):
         others = [other for other, its in zip(attached, params, strict=True) if other is not one and mine & its]
         one.window.peers = tuple(weakref.ref(other.window) for other in others)
         if others:
-            one.window.state = WindowState.DIRTY  # it has not heard of passes before
+            one.window.state = WindowState.DIRTY  # earlier passes were not recorded for it
 
 
 class Observer(Protocol):
-    """Watches the steps of attached optimizers: a report, a monitor, a callback."""
+    """Interface of reports, monitors and callbacks that watch the steps of all attached optimizers."""
 
     def before_step(self, attached: AttachedOptimizer) -> None:
-        """Run before a step is taken or skipped."""
+        """Run before an optimizer runs or skips its step."""
 
     def after_step(self, attached: AttachedOptimizer) -> None:
-        """Run after a step was taken or skipped."""
+        """Run after an optimizer ran or skipped its step."""
 
 
 observers: list[Observer] = []
-"""The observers of every step of every attached optimizer. An observer adds itself, and removes itself when it is
-done."""
+"""The observers of every step of every attached optimizer. Observers add and remove themselves."""
 
 creation_callbacks: list[Callable[[AttachedOptimizer], None]] = []
-"""Functions that are called with each new ``AttachedOptimizer``. Unlike observers they keep no step from being
-recorded."""
+"""Functions that are called with each new ``AttachedOptimizer``. Unlike observers they do not prevent the recording of
+a step as a graph."""
 
 
 @torch.optim.Optimizer.profile_hook_step
 def _run_hooked(optimizer: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Take the step of an attached optimizer with torch's hooks around it: none runs for a step that the host skips."""
-    return optimizer._amp_stash._take(closure, args, kwargs)
+    """Run the step of an attached optimizer with torch's step hooks. A step that the host skips runs no hooks."""
+    return optimizer._amp_stash._run(closure, args, kwargs)
 
 
 class AttachedOptimizer:
     """The masters, the backward passes and the step of one optimizer.
 
     Args:
-        optimizer: any; this must not outlive it.
-        base: the class before whose methods the optimizer gets ours. With None it keeps its class and its methods, and
-            the code that makes this object calls the ``step`` of this object instead of the optimizer's.
+        optimizer: a torch optimizer, which must outlive this object.
+        base: the class to subclass with halfstep's methods. With None the optimizer keeps its class and methods, and
+            the code that creates this object calls its ``step`` instead of the optimizer's.
         masters, originals, own: see ``MasterKeeper``.
-        models: the models that it trains, if they are known.
+        models: the models that the optimizer trains, if they are known.
         verbose: True to log skipped steps.
         delegates_to_outer: True if another attached optimizer contains this optimizer and sends the messages to ranks.
 
     Attributes:
         window: the backward passes since the last step; its ``keeper`` has the masters.
-        replaced: the parameters that were replaced in the models.
-        session: state of the code that attached it.
-        original_step: the step of the class that the optimizer had before it was attached, without torch's hooks; None
-            if it was not. Bound to the optimizer, this would keep it alive until the garbage collector runs.
-        instance_step: a ``step`` that was put on the instance before; it is taken instead.
+        replaced: the check for parameters that user code replaced in the models.
+        session: state of the code that attached the optimizer.
+        original_step: the ``step`` of the class that the optimizer had before it was attached, without torch's hooks;
+            None if it is not attached. The function is unbound, because a bound method would keep the optimizer alive
+            until the garbage collector runs.
+        instance_step: a ``step`` that user code had set on the instance; it replaces ``original_step``.
         hooked: True if torch's hooks run around a step.
-        counts: the number of steps that were taken or skipped ("calls"), and of steps skipped by the host ("skipped")
-            and on the device ("on device", a 0-dim tensor). It holds nothing else of the optimizer.
-        grad_scale: by what a step that takes flags divides its gradients; None if they are unscaled.
+        counts: the number of steps that ran or were skipped ("calls"), that the host skipped ("skipped") and that
+            skipped themselves on the device ("on device", a 0-dim tensor). It holds no reference to the optimizer.
+        grad_scale: the factor by which a step that reads ``found_inf`` divides its gradients; None if they are already
+            unscaled.
     """
 
     class_over = staticmethod(class_over)
-    # Flags that scripts for Apex read and set. Masters are made at once, and gradients unscaled after each block.
+    # Flags that Apex scripts read and set. halfstep creates masters at once, and unscales gradients after each block.
     lazy_init_called, params_have_scaled_gradients, process_zero_grad = True, False, True
 
     def __init__(
@@ -174,8 +175,8 @@ class AttachedOptimizer:
         self.hooked = False
         self.counts: dict[str, Any] = {"calls": 0, "skipped": 0}
         self.grad_scale: torch.Tensor | None = None
-        self._found_inf: torch.Tensor | None = None  # for the step that begins: if it is not 0, nothing changes
-        self._latest: torch.Tensor | bool = False  # whether the latest step was skipped
+        self._found_inf: torch.Tensor | None = None  # an argument of `_run`: if it is not 0, the step changes nothing
+        self._latest: torch.Tensor | bool = False  # True, or a nonzero tensor, if the latest step was skipped
         if base is not None:
             rebase(optimizer, base, self)
         self.window = Window(
@@ -190,7 +191,7 @@ class AttachedOptimizer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, which this must not outlive."""
+        """The optimizer, which must outlive this object."""
         return self.window.keeper.table.optimizer()  # type: ignore[no-any-return]
 
     @property
@@ -200,9 +201,9 @@ class AttachedOptimizer:
 
     @property
     def supports_found_inf(self) -> bool:
-        """True if the step reads ``optimizer.found_inf`` on the device, by torch's contract for scalers.
+        """True if the step reads ``optimizer.found_inf`` on the device, as torch's ``GradScaler`` expects.
 
-        In torch's older contract ``step`` gets the scaler itself; such an optimizer reads no flags.
+        In an older protocol of torch, ``step`` takes the scaler as an argument; such a step does not read the flag.
         """
         optimizer = self.window.keeper.table.optimizer()
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -211,43 +212,43 @@ class AttachedOptimizer:
 
     @property
     def was_skipped(self) -> torch.Tensor:
-        """Return whether the latest step was skipped, as a 0-dim bool tensor; only reading its value waits."""
+        """A 0-dim bool tensor, True if the latest step was skipped. Only reading its value waits for the device."""
         latest = self._latest
         return latest != 0 if isinstance(latest, torch.Tensor) else torch.tensor(latest, dtype=torch.bool, device="cpu")
 
     def unscale_late(self, scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-        """Leave it to a fused step to unscale gradients where that loses less: where they have 16 bits.
+        """Unscale gradients, or leave 16-bit gradients to a fused step, which unscales them in fp32 and loses less.
 
         Args:
-            scale: 0-dim tensor that the gradients are multiplied by.
-            found_inf: 0-dim float32 tensor, set to 1.0 if one holds inf or NaN, unless the step sees that in time.
+            scale: the loss scale of the gradients, a 0-dim tensor.
+            found_inf: 0-dim float32 tensor, set to 1.0 if a gradient holds inf or NaN, unless the step itself checks.
         """
         optimizer: Any = self.optimizer
-        # Whether the step looks early enough: nothing asks before it. Other processes would, and so may torch's own
-        # optimizers, which can go on without their fused step.
+        # True if the step's own check is early enough, because no observer or rank needs the result before. A fused
+        # torch optimizer is excluded, because it may fall back to torch's step, which does not check.
         checks = isinstance(optimizer, FusedOptimizer) and not isinstance(optimizer, FusedTorchOptimizer)
         checks = checks and not (self.window.records or observers or (dist.is_available() and dist.is_initialized()))
-        checks = checks and optimizer.options.max_grad_norm is not None  # it looks at them where it takes their norm
+        checks = checks and optimizer.options.max_grad_norm is not None  # a step that clips checks the norm
         if self.window.keeper.gradients.unscale_or_check(scale, found_inf, step_checks=checks):
             self.grad_scale = scale
 
     # ---- the step
 
     def step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any, *, skips: bool = False) -> Any:
-        """The optimizer's step on unscaled gradients. It is skipped, and changes nothing, if a pass overflowed.
+        """Run the optimizer's step on unscaled gradients, or skip it if a pass overflowed.
 
         Args:
-            closure: for the step, or None.
+            closure: the closure of the step, or None.
             args: further arguments of the step.
             kwargs: further keyword arguments of the step.
-            skips: True if it is known that the step is skipped.
+            skips: True to skip the step without a check.
         """
         window = self.window
         if window.state in UNSAFE and window.is_open():
             raise UsageError(
-                f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "
-                "still multiplied by the loss scale. Dedent it: they are unscaled when the block is left. In hooks "
-                "of a backward pass use attach(model, release=True) instead; in bfloat16 leave out the block."
+                f"{type(self.optimizer).__name__}.step() was called inside a scale_loss block, where gradients are "
+                "still multiplied by the loss scale. Call it after the block, whose exit unscales them. To step in "
+                "hooks of a backward pass, use attach(model, release=True); in bfloat16 you can leave out the block."
             )
         for subscriber in [] if skips or closure is not None else list(window.subscribers):
             subscriber.stepping(window)
@@ -261,17 +262,17 @@ class AttachedOptimizer:
             subscriber.stepped(window)
         return result
 
-    def call(self, optimizer: Any, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """Call a ``step`` as a scaler does: not at all if the host can know that it will be skipped.
+    def step_unless_overflow(self, optimizer: Any, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
+        """Call ``optimizer.step`` as a ``GradScaler`` does, unless the host finds that a pass overflowed.
 
         Args:
-            optimizer: the one this belongs to, or a wrapper of it, which does more in its ``step``.
-            closure: for the step, or None.
+            optimizer: the attached optimizer, or a wrapper whose ``step`` does more.
+            closure: the closure of the step, or None.
             *args: further arguments of the step.
             **kwargs: further keyword arguments of the step.
         """
         window = self.window
-        # In an open block `step` refuses.
+        # In an open block `step` raises the error.
         if closure is None and window.records and not self.supports_found_inf and window.state not in UNSAFE:
             if any_overflow(window.take_records()).item():
                 return self.step(None, args, kwargs, skips=True)
@@ -284,13 +285,14 @@ class AttachedOptimizer:
     def _step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         window, keeper = self.window, self.window.keeper
         optimizer = keeper.table.optimizer()
-        # What prevents a silently wrong step is called here, by name: no subscriber, because it must not be left out.
+        # Checks that prevent a silently wrong step are called here by name. They must not be subscribers, because
+        # subscribers can be removed.
         replaced = self.replaced
         if replaced.models:
             grads = [id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            seen = min(self.counts["calls"], _LOOKS - 1), registered[0], grads
-            if seen != replaced.seen or replaced.new:
-                replaced.refuse(optimizer, seen)
+            key = min(self.counts["calls"], _FIRST_STEPS - 1), registrations[0], grads
+            if key != replaced.latest_key or replaced.new:
+                replaced.refuse(optimizer, key)
         if window.checked_generation is not None:
             window.drop_foreign_grads()
         records = window.take_records(agreed=closure is None) if window.records or REDUCTIONS else []
@@ -299,8 +301,8 @@ class AttachedOptimizer:
             found_inf = any_overflow(records) if records else None
             if found_inf is None and closure is None and window.state is WindowState.DIRTY:
                 found_inf = window.clear_stale_overflow()
-            # A hook must not run for a step that is skipped. On a CPU the host looks, which costs nothing; on another
-            # device it would wait, and a hook asks ``optimizer.step_was_skipped``.
+            # Step hooks must not run for a skipped step. On a CPU the host reads the flag, which costs nothing. On
+            # other devices the host would wait, so hooks run, and can read ``optimizer.step_was_skipped``.
             tells = self.hooked and found_inf is not None and found_inf.is_cpu and has_step_hooks(optimizer)
             tells = tells and not dispatch_mode_count()
             if found_inf is not None and (closure is not None or tells or not self.supports_found_inf):
@@ -313,7 +315,7 @@ class AttachedOptimizer:
             try:
                 if self.hooked:
                     return _run_hooked(optimizer, *([] if closure is None else [closure]), *args, **kwargs)
-                return self._take(closure, args, kwargs)
+                return self._run(closure, args, kwargs)
             except ClosureOverflowed:
                 return self._skip()
             except SparseGradient:
@@ -322,8 +324,8 @@ class AttachedOptimizer:
                 returned = self._step_unfused(found_inf, args, kwargs)
                 return returned if closure is None else vars(closure)["loss"]
 
-    def _take(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
-        """Take the step, once it is decided that it is not skipped, with masters in their places."""
+    def _run(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
+        """Run a step that the host does not skip, while the optimizer's groups hold masters."""
         keeper = self.window.keeper
         optimizer: Any = keeper.table.optimizer()
         found_inf, self._found_inf = self._found_inf, None
@@ -341,7 +343,7 @@ class AttachedOptimizer:
             scale, self.grad_scale = self.grad_scale, None
             others: dict[str, Any] = {}
             if found_inf is not None:
-                # Another scaler, around a block, deletes its own after the step.
+                # Another scaler around the block deletes its own flags after the step, so they must be restored.
                 given = getattr(optimizer, "grad_scale", None)
                 names = ("grad_scale", "found_inf")
                 others = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
@@ -358,17 +360,17 @@ class AttachedOptimizer:
                     del optimizer.grad_scale, optimizer.found_inf
                     vars(optimizer).update(others)
         if WITH_MEMORY and not held:
-            settle()  # the step itself has read some
-        flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf  # a scaler sets it in the step
+            settle()  # the step may have read masters with ``master_params``
+        flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf  # the step may have set it
         if flag is not None:
             self._latest = flag
             if "on device" not in self.counts:
                 self.counts["on device"] = torch.zeros_like(flag)
-            self.counts["on device"].add_(flag)  # in place, so that a captured step goes on counting
+            self.counts["on device"].add_(flag)  # in place, so that replays of a captured step also count
         return returned
 
     def _skip(self) -> Any:
-        """Do not step."""
+        """Skip the step on the host."""
         release = self.window.release
         if release is not None:
             release.end_step()
@@ -376,15 +378,15 @@ class AttachedOptimizer:
         self._latest, self.grad_scale = True, None
 
     def _step_unfused(self, found_inf: torch.Tensor | None, args: Any, kwargs: Any) -> Any:
-        """Go on with torch's own step, which takes sparse gradients, on plain masters."""
+        """Switch to torch's own step, which supports sparse gradients, with plain masters."""
         optimizer: Any = self.optimizer
-        logger.info("%s goes on without its fused step, which takes no sparse gradients", type(optimizer).__name__)
+        logger.info("%s continues without its fused step, which has no sparse gradients", type(optimizer).__name__)
         started = [*self.keeper.started(), *unfuse(optimizer).items()]
         self.keeper.keep_plain({id(param): value for param, value in started})
-        # Unlike the fused step, torch's own does not read flags on the device.
+        # Unlike the fused step, torch's own step does not read flags on the device, so the host does.
         if found_inf is not None and found_inf.item():
             return self._skip()
-        here = vars(optimizer)  # another scaler may have left its flags
+        here = vars(optimizer)  # another scaler may have set its flags
         given = {name: here.pop(name) for name in ("grad_scale", "found_inf") if name in here}
         try:
             if given.get("found_inf") is not None and given["found_inf"].item():
@@ -398,22 +400,22 @@ class AttachedOptimizer:
 
     # ---- copies
 
-    def reduced(self, base: type, state: Any) -> tuple[Any, ...]:
-        """Return the value from which a copy or pickle of the optimizer is made.
+    def reduce_ex(self, base: type, state: Any) -> tuple[Any, ...]:
+        """Return the ``__reduce_ex__`` tuple for copying and pickling the optimizer.
 
         Args:
             base: the class that the optimizer had before it was attached.
-            state: the result of its ``__getstate__``.
+            state: the result of the optimizer's ``__getstate__``.
         """
         return _rebuild, (base, state, self.keeper.any, self.keeper.started(), self.verbose, self.session)
 
 
 def _start_momentum(optimizer: torch.optim.SGD) -> bool:
-    """Give torch's fused SGD momentum of zeros; False if it must not see a flag before its first step is taken.
+    """Initialize the momentum of torch's fused SGD; return False if the host must read the flag of the first step.
 
-    Its first step allocates momentum without values, and leaves it so where the flag says to skip: later steps go on
-    from uninitialised memory (as of torch 2.13). Zeros are what its first step starts from, but for dampening, which
-    the first step leaves out.
+    The first step of torch's fused SGD allocates uninitialized momentum buffers. If it skips itself on the device, the
+    buffers stay uninitialized, and later steps use them (torch 2.13). Zeros give the same first step, except with
+    dampening, which the first step does not apply.
     """
     for group in optimizer.param_groups:
         if group["fused"] and group["momentum"] != 0:
@@ -439,7 +441,7 @@ add_names_of_apex(
 
 
 def _rebuild(base: Any, state: Any, masters: bool, started: Any, verbose: bool, session: Any) -> Any:
-    """A copy of an attached optimizer."""
+    """Create the copy of an attached optimizer."""
     optimizer: Any = base.__new__(base)
     optimizer.__setstate__(state)
     originals = {id(param): master.detach() for param, master in started}

@@ -1,6 +1,6 @@
-"""The class of an attached optimizer: a subclass of the class it had, made on the fly, with our methods.
+"""The class of an attached optimizer: a generated subclass of its original class, with halfstep's methods.
 
-So ``isinstance``, ``type(optimizer).zero_grad(optimizer)``, copies and pickles work as for any optimizer.
+A subclass keeps ``isinstance``, ``type(optimizer).zero_grad(optimizer)``, copies and pickles working.
 """
 
 from __future__ import annotations
@@ -26,51 +26,51 @@ __all__ = ["add_names_of_apex", "base_of", "class_over"]
 
 
 class _Attached(Mixin):
-    """The methods that go before the methods of the optimizer's own class."""
+    """The methods that override methods of the optimizer's own class."""
 
-    _amp_stash: Any  # the AttachedOptimizer, which is made from what is here
+    _amp_stash: Any  # the AttachedOptimizer, whose module imports this module
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise UsageError(
-            f"A new {type(self).__name__} cannot be made of the class of one that amp has prepared. Make it, or let "
-            "Horovod make it, before amp.initialize."
+            f"type(optimizer) of a {type(self).__name__} that amp has prepared cannot create another optimizer. Create "
+            "it, or let Horovod create it, before amp.initialize."
         )
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """One step, unless a scaled backward pass overflowed."""
+        """Run one step, unless a scaled backward pass overflowed."""
         frame = sys._getframe(1)
-        # A user's step that calls super(type(self), self).step() comes here, and means the class above its own.
+        # In a user's step, super(type(self), self).step() finds this method instead of the parent class of the user's.
         if frame.f_code.co_name == "step" and frame.f_locals.get("self") is self:
             for cls in base_of(self).__mro__:
                 if getattr(inspect.unwrap(vars(cls).get("step")), "__code__", None) is frame.f_code:  # type: ignore[arg-type]
                     above: Any = super(cls, self)
                     return above.step(*([] if closure is None else [closure]), *args, **kwargs)
-        self._opt_called = True  # for schedulers, which warn of a forgotten step
+        self._opt_called = True  # torch's schedulers warn if no step set this
         return self._amp_stash.step(closure, args, kwargs)
 
-    # Torch puts its hooks around a step that does not say so, and schedulers a counter on the instance.
+    # Without these marks torch wraps the step in its hooks, and schedulers set a counting step on the instance.
     vars(step).update(hooked=True, _wrapped_by_lr_sched=True)
 
     @eager
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, and what was found in them. Whether they become None or zero is as without ``amp``."""
+        """Clear the gradients and the records of their overflows. They become None or zero as without ``amp``."""
         super().zero_grad(*([] if set_to_none is None else [set_to_none]))  # type: ignore[misc]
         self._amp_stash.window.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its 16-bit parameters get masters if the rest have them, and scaled gradients are dropped."""
+        """Add a group, with masters if the other parameters have masters; drop gradients that may be scaled."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._amp_stash.window.drop_foreign_grads()
         self._amp_stash.keeper.adopt()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own, with the masters that no model saves."""
+        """Return the optimizer's state dict, with the masters that no model's state dict contains."""
         saved, plain = super().state_dict(), self._amp_stash.keeper.plain  # type: ignore[misc]
         return saved if plain is None else plain.save(self, saved)  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The optimizer's own, with state of 16-bit parameters in the dtype of their masters, and these."""
+        """Load a state dict and its masters, with the state of 16-bit parameters in the dtype of their masters."""
         check_optimizer_state(self, state_dict)
         keeper = self._amp_stash.keeper
         with keeper.in_place():
@@ -85,19 +85,19 @@ class _Attached(Mixin):
 
     @property
     def step_was_skipped(self) -> torch.Tensor:
-        """Return whether the latest step was skipped, as a 0-dim bool tensor; only reading its value waits."""
+        """A 0-dim bool tensor, True if the latest step was skipped. Only reading its value waits for the device."""
         skipped: torch.Tensor = self._amp_stash.was_skipped
         return skipped
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Torch's contract for scalers: whether the step skips itself, on the device.
+        """True if torch's ``GradScaler`` may pass the overflow flag to the step, which skips itself on the device.
 
-        If a user put a ``step`` on the instance to see whether it is called, as Accelerate does, the answer is no:
-        then the scaler reads the flag and leaves the call out.
+        False if user code replaced ``step`` on the instance to see if it is called, as Accelerate does. The scaler then
+        reads the flag, and does not call a step that is skipped.
         """
         step = vars(self).get("step")
-        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # which torch's schedulers put there
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # a mark of torch's schedulers
             return False
         return bool(vars(self).get("_step_supports_amp_scaling", getattr(super(), "_step_supports_amp_scaling", False)))
 
@@ -106,16 +106,16 @@ class _Attached(Mixin):
         vars(self)["_step_supports_amp_scaling"] = value
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._amp_stash.reduced(base_of(self), self.__getstate__())  # type: ignore[attr-defined]
+        return self._amp_stash.reduce_ex(base_of(self), self.__getstate__())  # type: ignore[attr-defined]
 
 
 def add_names_of_apex(cls: type, source: str, names: str) -> None:
-    """Give a class names that Apex had. A class of a higher room has them, and is imported when a script asks for one.
+    """Add properties with Apex's names to a class. A class of a higher room computes them, imported on first use.
 
     Args:
         cls: the class.
-        source: the name of the class in ``NAMES_ABOVE``, which is made from an instance of ``cls``.
-        names: with spaces between.
+        source: the key in ``NAMES_ABOVE`` of the class that has the names; its argument is an instance of ``cls``.
+        names: the names, separated by spaces.
     """
 
     def get(name: str, instance: Any) -> Any:
@@ -134,14 +134,15 @@ add_names_of_apex(
 
 
 def class_over(base: type) -> type:
-    """A subclass of an optimizer class that has our methods."""
+    """Return a subclass of an optimizer class with halfstep's methods."""
     return subclass_with(_Attached, base, _with_masters(base))
 
 
 def _with_masters(base: type) -> dict[str, Any]:
-    """The public methods that an optimizer class has beside torch's: they may write to weights, as ``step`` does.
+    """Wrap the public methods of an optimizer class that torch's do not have: they may write to weights like ``step``.
 
-    ScheduleFree has ``train`` and ``eval``, SAM ``first_step``. Optimizers of halfstep know their masters.
+    Examples are ``train`` and ``eval`` of ScheduleFree, and ``first_step`` of SAM. The wrappers put masters into the
+    groups. Methods of halfstep's optimizers are not wrapped, because they update masters themselves.
     """
     names = (name for name in dir(base) if not name.startswith("_") and not hasattr(FusedOptimizer, name))
     methods = ((name, inspect.getattr_static(base, name)) for name in names)
@@ -160,7 +161,7 @@ def _in_place(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _params_for(pairs: list[tuple[torch.Tensor, torch.Tensor]], result: Any) -> Any:
-    """Return the result of a method, with parameters in the places of the masters that it found in the groups."""
+    """Replace masters in the result of a method, which found them in the groups, by their parameters."""
     params = {id(master): param for param, master in pairs}
     if params.keys().isdisjoint(map(id, tensors_in(result))):
         return result
@@ -168,5 +169,5 @@ def _params_for(pairs: list[tuple[torch.Tensor, torch.Tensor]], result: Any) -> 
 
 
 def base_of(optimizer: object) -> type:
-    """The class that an optimizer had before it was attached; its class if it is not."""
+    """Return the class that an optimizer had before it was attached; its class if it is not attached."""
     return superclass_of(type(optimizer), _Attached)

@@ -1,6 +1,6 @@
-"""Bring models and optimizers to a policy: what ``initialize``, ``decorate`` and ``Model`` have in common.
+"""Preparation of models and optimizers for a policy, shared by ``initialize``, ``decorate`` and ``Model``.
 
-``prepare`` does both. ``prepare_optimizer`` can be called later than ``prepare_model``, for an optimizer made later.
+``prepare`` does both. ``prepare_optimizer`` can run after ``prepare_model``, for an optimizer created later.
 """
 
 from __future__ import annotations
@@ -47,20 +47,22 @@ def prepare(
     verbose: bool = True,
     **options: Any,
 ) -> list[AttachedOptimizer]:
-    """Bring models, and the optimizers that train them, to a policy. Check both before: this does not fail half-way.
+    """Prepare models, and the optimizers that train them, for a policy.
+
+    Call ``check`` first: an error in the middle of ``prepare`` would leave some models and optimizers changed.
 
     Args:
-        models: changed in place; see ``prepare_model``.
-        optimizers: changed in place; see ``prepare_optimizer``.
-        policy: the dtypes in which values are held and computed.
-        fused: run torch's optimizers as fused ones where they can be.
+        models: the models, changed in place; see ``prepare_model``.
+        optimizers: the optimizers, changed in place; see ``prepare_optimizer``.
+        policy: the dtypes of weights, computation, gradients and state.
+        fused: True to fuse torch's optimizers if possible.
         verbose: True to log skipped steps.
         options: further arguments of ``prepare_model``.
     """
     originals: dict[int, torch.Tensor] = {}
     for model in models:
         originals |= prepare_model(model, policy, keep_originals=policy.master_weights and bool(optimizers), **options)
-    # A fused step keeps masters in its own state, but optimizers that share a parameter must share its master.
+    # A fused optimizer keeps masters in its own state, but optimizers that share a parameter must share its master.
     owners = Counter(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
     alone = max(owners.values(), default=1) == 1
     attached = [
@@ -85,20 +87,21 @@ def prepare_model(
     keep_originals: bool = False,
     wide_grads: bool = False,
 ) -> dict[int, torch.Tensor]:
-    """Cast a model and put its hooks on.
+    """Cast a model and register its hooks.
 
     Args:
-        model: changed in place.
-        policy: the dtypes in which values are held and computed.
-        casting: the casting of ops while the model runs.
-        keep: returns True for modules that keep their dtype; None keeps BatchNorm if the policy says so.
-        chosen: the dtypes of single modules; see ``casting.modules.cast_module``. With fp32 weights, fp32 is the one.
-        save_dtype: dtype of floating entries in ``state_dict()`` of the model; None leaves them.
-        keep_originals: return the fp32 weights, and leave the gradients that are there in fp32.
-        wide_grads: let 16-bit parameters have fp32 gradients also without masters.
+        model: the model, changed in place.
+        policy: the dtypes of weights, computation, gradients and state.
+        casting: the op casting while the model runs.
+        keep: a function that returns True for modules that keep their dtype; None keeps BatchNorm if the policy does.
+        chosen: the dtypes of single modules; see ``casting.modules.cast_module``. With fp32 weights only fp32 is valid.
+        save_dtype: the dtype of floating-point entries in ``state_dict()`` of the model; None leaves them unchanged.
+        keep_originals: True to return the fp32 weights, and to keep existing gradients in fp32.
+        wide_grads: True to give 16-bit parameters fp32 gradients even without masters.
 
     Returns:
-        With ``keep_originals`` the weights that were cast to 16 bits, as they were, by the identity of the parameter.
+        With ``keep_originals``, the fp32 values of the weights that were cast to 16 bits, by the ``id`` of the
+        parameter.
     """
     originals: dict[int, torch.Tensor] = {}
     spared: list[str] = []
@@ -116,7 +119,7 @@ def prepare_model(
                 chosen=chosen,
                 spare_buffers=casting is not None and casting.meets,
             )
-        finally:  # a group of FSDP2 may be refused
+        finally:  # `cast_module` may refuse a group of FSDP2
             for param, grad in grads:
                 set_grads([param], [grad.to(torch.promote_types(param.dtype, torch.float32))])
         for param in model.parameters():
@@ -151,28 +154,28 @@ def prepare_optimizer(
     verbose: bool = True,
     delegates_to_outer: bool = False,
 ) -> AttachedOptimizer:
-    """Attach to an optimizer, with masters if the policy has them.
+    """Attach an optimizer, with masters if the policy has them.
 
     Args:
-        optimizer: a ``torch.optim.Optimizer``, or a wrapper of one, which goes on calling its ``step``.
+        optimizer: a ``torch.optim.Optimizer``, or a wrapper, which still calls the ``step`` of its inner optimizer.
         policy: the policy of its models.
         models: the models that it trains.
-        originals: the result of ``prepare_model``: the values at which masters start.
-        fused: run Adam, AdamW, SGD, Adagrad, Muon of torch as the fused optimizers of the same arithmetic, with
-            masters, where their settings allow it and there are kernels for the device.
-        own: True if an optimizer that can may keep its masters itself; False if it shares a parameter.
+        originals: the result of ``prepare_model``: the initial values of masters.
+        fused: True to fuse torch's Adam, AdamW, SGD, Adagrad and Muon, if their settings allow it and the device has
+            kernels. A fused optimizer has the same arithmetic, and keeps masters.
+        own: True if an optimizer may keep its masters in its own state; False if it shares a parameter.
         verbose: True to log skipped steps.
         delegates_to_outer: True if another attached optimizer contains this optimizer and sends the messages to ranks.
     """
     optimizer = bare(optimizer)
     masters = policy.master_weights
     sharded = _sharded_state(optimizer)
-    if sharded is not None:  # an optimizer over the parameters of this rank, which does the step
+    if sharded is not None:  # the inner optimizer steps the parameters of this rank
         prepare_optimizer(
             sharded, policy, (), originals=originals, fused=fused, verbose=verbose, delegates_to_outer=True
         )
     elif inner_optimizer(optimizer) is not None:
-        own = False  # a wrapper whose step may write to weights has to find the masters in their places
+        own = False  # the step of a wrapper may write to weights, so it must find masters in the groups
     attached = attach(
         optimizer,
         fused=masters and fused and sharded is None and _gains(optimizer, policy.state_dtype is not None),
@@ -185,7 +188,7 @@ def prepare_optimizer(
     )
     if not masters and isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, FusedOptimizer):
         _leave_broken_step(optimizer)
-        optimizer.register_load_state_dict_post_hook(_leave_broken_step)  # which brings the options that were saved
+        optimizer.register_load_state_dict_post_hook(_leave_broken_step)  # loading restores the saved options
     if policy.state_dtype is not None and isinstance(optimizer, FusedOptimizer):
         optimizer.keep_moments(policy.state_dtype)
     if not masters and optimizer.state:
@@ -201,84 +204,84 @@ def check(
     *,
     again: bool = False,
 ) -> None:
-    """Refuse models and optimizers that ``prepare`` cannot bring to a policy.
+    """Refuse models and optimizers that ``prepare`` does not support.
 
     Args:
-        caller: the function that was given these arguments, for messages.
+        caller: the function that user code called, for error messages.
         models: the models.
         optimizers: the optimizers.
-        dtype: the dtype that the weights are to be cast to; None if they are not cast.
-        again: True if models may have been prepared before.
+        dtype: the dtype to which ``prepare`` will cast the weights; None if it does not cast them.
+        again: True if the models may already be prepared.
 
     Raises:
-        UsageError: for what is in a list twice, was prepared before, or cannot be prepared as it is.
+        UsageError: if a model or optimizer is in a list twice, is already prepared, or is not supported.
     """
     if len(set(map(id, models))) < len(models) or len({id(bare(one)) for one in optimizers}) < len(optimizers):
-        raise UsageError(f"A model or optimizer is in the list twice; {caller} takes each once.")
+        raise UsageError(f"A model or optimizer is in the list twice; give {caller} each one once.")
     for optimizer in map(bare, optimizers) if dtype is not None else ():
         if _sharded_state(optimizer) is not None and optimizer.parameters_as_bucket_view:
             raise UsageError(
                 f"{caller}: the ZeroRedundancyOptimizer was made with parameters_as_bucket_view=True. It sends weights "
-                "from buckets that hold them in fp32, and casting takes the weights out of these: each rank would "
-                f"train a model of its own. Leave that argument out, or cast the weights to {dtype} before it is made."
+                "from fp32 buckets, and casting would detach the weights from them, so each rank would train a "
+                f"different model. Remove that argument, or cast the weights to {dtype} before you make the optimizer."
             )
     for model in models:
         if any(isinstance(part, torch.jit.ScriptModule) for part in (model.modules() if dtype else (model,))):
-            raise UsageError(f"{caller} cannot change a torch.jit.ScriptModule; give it the module before tracing.")
+            raise UsageError(f"{caller} cannot change a torch.jit.ScriptModule; pass the module before you script it.")
         lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
         if lazy is not None:
             raise UsageError(
                 f"The parameter {lazy} has no shape yet (a lazy module), so {caller} cannot cast it; run one batch "
-                "through the model before."
+                "through the model first."
             )
         if not again and modules.has_casting(model):
             raise UsageError(
-                "This model has been through amp.initialize or amp.decorate once, and once is all it can. To train "
-                "layers that were frozen, call optimizer.add_param_group({'params': layer.parameters()}). In a "
-                "notebook, run the cell again that makes the model and the optimizer, and then this one."
+                "This model was already prepared by amp.initialize or amp.decorate, and a model can be prepared only "
+                "once. To train layers that were frozen, call optimizer.add_param_group({'params': "
+                "layer.parameters()}). In a notebook, first rerun the cell that makes the model and the optimizer."
             )
     check_sharded(models, dtype, trains=bool(optimizers))
     for name, param in [named for model in models for named in model.named_parameters()] if dtype is not None else []:
         if is_flattened(param) and param.dtype is not dtype:
             raise UsageError(
                 f"FullyShardedDataParallel (FSDP1) has flattened the parameter {name}, and {caller} would cast it at "
-                "this level. FSDP goes on in the dtype it knows. Use O0 or O1, whose weights stay fp32; or let FSDP "
-                "cast: MixedPrecision(param_dtype=torch.bfloat16) computes in 16 bits. fully_shard (FSDP2) takes "
-                "16-bit shards."
+                "this level, but FSDP would keep using the original dtype. Use O0 or O1, whose weights stay fp32; or "
+                "let FSDP cast: MixedPrecision(param_dtype=torch.bfloat16) computes in 16 bits. fully_shard (FSDP2) "
+                "supports 16-bit shards."
             )
     known = {id(param) for model in models for param in model.parameters()}
     for optimizer in map(bare, optimizers):
         kind = type(optimizer).__name__
         if attached_to(optimizer) is not None:
             raise UsageError(
-                f"This {kind} has been through amp.initialize or amp.decorate once, and once is all it can; make a new "
-                "optimizer to start over."
+                f"This {kind} was already prepared by amp.initialize or amp.decorate, and an optimizer can be prepared "
+                "only once; make a new optimizer to start over."
             )
         if release_of(optimizer) is not None:
             raise UsageError(
-                f"attach() was called on this {kind} before {caller}, which changes what its step does; call {caller} "
-                "first and attach() after it."
+                f"attach() was called on this {kind} before {caller}, which changes the optimizer's step; call "
+                f"{caller} first and attach() afterwards."
             )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if known and params and known.isdisjoint(map(id, params)):
             raise UsageError(
-                f"None of the parameters of this {kind} is in the models given to {caller}, so it would train nothing "
-                "of theirs. Make the optimizer from the parameters of these very models, after they were moved or "
-                "changed, or give the models that it trains, too."
+                f"None of the parameters of this {kind} is in the models given to {caller}, so it would not train "
+                "these models. Make the optimizer from the parameters of these models after you move or change them, "
+                "or also pass the models that it trains."
             )
 
 
 def check_state_form(caller: str, optimizers: Sequence[Any], form: StateForm, *, fused: bool) -> None:
-    """Refuse a ``state_dtype`` for optimizers whose moments ``prepare`` cannot store so.
+    """Refuse a ``state_dtype`` for optimizers whose moments ``prepare`` cannot store in it.
 
     Args:
-        caller: the function that was given these arguments, for messages.
+        caller: the function that user code called, for error messages.
         optimizers: the optimizers.
-        form: the ``state_dtype``; None is for every optimizer.
+        form: the ``state_dtype``; every optimizer supports None.
         fused: True if torch's optimizers may be fused.
 
     Raises:
-        UsageError: for the first of them.
+        UsageError: for the first optimizer that does not support ``form``.
     """
     if form is None:
         return
@@ -289,16 +292,16 @@ def check_state_form(caller: str, optimizers: Sequence[Any], form: StateForm, *,
         wrapped = inner_optimizer(inside) is not None or _sharded_state(inside) is not None
         if not has_moments(inside) or wrapped or (not isinstance(inside, FusedOptimizer) and not (fused and alone)):
             raise UsageError(
-                f"{caller}: state_dtype={form!r} is for Adam, AdamW and SGD of torch.optim where they can be fused, "
-                "and for FusedAdam, FusedSGD, FusedLAMB and FusedNovoGrad, unwrapped and with fused=True. This is "
-                f"{type(inside).__name__}: leave state_dtype out, or let every parameter have one such optimizer."
+                f"{caller}: state_dtype={form!r} requires fused=True and an unwrapped optimizer: Adam, AdamW or SGD of "
+                "torch.optim with settings that can be fused, or FusedAdam, FusedSGD, FusedLAMB or FusedNovoGrad. This "
+                f"is {type(inside).__name__}: remove state_dtype, or give every parameter one such optimizer."
             )
 
 
 def _gains(optimizer: torch.optim.Optimizer, smaller: bool = False) -> bool:
     """True if an optimizer has 16-bit parameters and a fused form with masters that is faster on their device.
 
-    With ``smaller`` it need not be faster.
+    With ``smaller``, the fused form saves memory and need not be faster.
     """
     half = [p for group in optimizer.param_groups for p in group["params"] if is_half(p)]
     devices = {p.device.type for p in half}
@@ -312,16 +315,16 @@ def _gains(optimizer: torch.optim.Optimizer, smaller: bool = False) -> bool:
 
 
 def _leave_broken_step(optimizer: Any) -> None:
-    """Without ``fused=True``, which leaves most 16-bit weights on a CPU as they are (as of torch 2.13)."""
+    """Turn off ``fused=True`` of torch's SGD, whose step leaves most 16-bit CPU weights unchanged (torch 2.13)."""
     groups = [group for group in optimizer.param_groups if group.get("fused")]
     if any(is_half(p) and p.is_cpu for group in groups for p in group["params"]):
         for options in (*groups, optimizer.defaults):
             options["fused"] = False
         optimizer._step_supports_amp_scaling = False  # only its fused step reads flags
-        logger.info("SGD goes on without fused=True, whose step changes few of the 16-bit weights on a CPU")
+        logger.info("SGD continues without fused=True, whose step leaves most 16-bit weights on a CPU unchanged")
 
 
 def _sharded_state(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The optimizer in which a ``ZeroRedundancyOptimizer`` keeps its share of the state."""
+    """Return the inner optimizer of a ``ZeroRedundancyOptimizer``, which has this rank's state; None for others."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return optimizer.optim if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else None

@@ -1,4 +1,4 @@
-"""Checkpoints of a training on several processes, written by one process."""
+"""Checkpoints of a training on several ranks, written by rank 0."""
 
 from __future__ import annotations
 

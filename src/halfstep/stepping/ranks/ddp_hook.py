@@ -1,8 +1,8 @@
 """The communication hook of a DistributedDataParallel wrapper, so that ranks average whole accumulation windows.
 
 DDP's reducer all-reduces the values of ``p.grad``, in the dtype of the model. During a backward pass the gradients of
-earlier micro-steps are set aside in fp32 (``gradients.ledger``), so the hook adds them to the bucket. A block sets them
-aside for the pass in it. For a pass without a block, a hook on the outputs of the wrapper sets them aside when the pass
+earlier micro-steps are set aside in fp32 (``parameters.ledger``), so the hook adds them to the bucket. A block sets
+them aside when it opens. For a pass without a block, a hook on the outputs of the wrapper sets them aside when the pass
 begins. If DDP did not reduce the last micro-step of a window, ``ddp_sync`` averages the gradients before the step.
 """
 
@@ -39,7 +39,7 @@ __all__ = ["DDPHook", "reduction_of"]
 
 
 def _register_wrapper(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
-    """Register a DDP wrapper when it takes its model. Torch calls this for every submodule of every module."""
+    """Register a DDP wrapper when its model is assigned. Torch calls this for every submodule of every module."""
     if submodule is None:
         return
     if type(module).__name__ == "FullyShardedDataParallel":
@@ -54,9 +54,9 @@ def _register_wrapper(module: torch.nn.Module, name: str, submodule: torch.nn.Mo
 def _refuse_masters(module: torch.nn.Module) -> None:
     if any(keeper_of(p) is not None for p in module.parameters()):
         raise UsageError(
-            "FullyShardedDataParallel (FSDP1) was given a model whose optimizer has fp32 masters (O2). It cuts the "
-            "weights, and the masters would stay whole. Wrap the model first, make the optimizer, and call "
-            "amp.initialize at O0 or O1 then; fully_shard (FSDP2) goes with masters."
+            "FullyShardedDataParallel (FSDP1) was given a model whose optimizer has fp32 masters (O2). FSDP1 shards "
+            "the weights, but not the masters. Wrap the model first, then make the optimizer and call amp.initialize "
+            "at O0 or O1; fully_shard (FSDP2) supports masters."
         )
 
 
@@ -64,34 +64,34 @@ torch.nn.modules.module.register_module_module_registration_hook(_register_wrapp
 
 
 def reduction_of(wrapper: DistributedDataParallel) -> "DDPHook":
-    """Return the all-reduce of a wrapper."""
+    """Return the communication hook of a wrapper."""
     return next(one for one in REDUCTIONS if isinstance(one, DDPHook) and one.wrapper() is wrapper)
 
 
 class DDPHook:
-    """The all-reduce of one wrapper, which lives as long as the wrapper.
+    """The communication hook of one wrapper and its state, which live as long as the wrapper.
 
     Args:
-        wrapper: the wrapper, which has its process group and is about to take the model.
+        wrapper: the wrapper, which already has its process group but not yet its ``module``.
         module: the model.
 
     Attributes:
         wrapper: a weak reference to the wrapper.
         always_fp32: send all 16-bit gradients as fp32. Gradients of parameters with masters are always sent as fp32, so
             that the sum over micro-steps is never rounded to 16 bits.
-        predivide: divide by this before the sum, and by the rest of the world size after it. None divides by the
+        predivide: the divisor before the sum; the rest of the world size is divided after it. None divides by the
             world size before the sum, as torch does, which avoids overflow but makes small 16-bit values smaller.
-        average: False leaves the sum, divided by ``predivide`` alone: see ``factor``. User code may change
+        average: False to leave the sum, divided by ``predivide`` only; see ``factor``. User code may change
             ``always_fp32``, ``predivide`` and ``average`` before the first backward pass, equally on every rank.
         params: the identities of the parameters whose gradients the wrapper averages. The wrapper keeps them alive.
         group: the process group.
         world: the size of the process group.
         device: the device of the parameters.
-        hooked: True if our communication hook is registered. It is not registered if user code has registered another
-            hook, or if torch's all-reduce suffices.
+        hooked: True if the wrapper uses this communication hook. It does not if user code registered another hook, or
+            if torch's all-reduce suffices.
         scale: the divisor of the gradients of the current backward pass; None for 1.
-        open: the ``RankSync`` of each optimizer that has an open block. While there is one, ranks send means.
-        allreduces: the count of backward passes in which our hook has averaged gradients.
+        open: the ``RankSync`` of each optimizer that has an open block. While a block is open, ranks send means.
+        allreduces: the count of backward passes in which this hook averaged gradients.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, module: torch.nn.Module) -> None:
@@ -121,7 +121,7 @@ class DDPHook:
 
     @property
     def factor(self) -> float:
-        """The factor by which to multiply a mean over ranks before a step; 1.0 if the user wants the mean."""
+        """The factor by which to multiply a mean over ranks before a step; 1.0 if the user requested the mean."""
         return 1.0 if self.average else self.world / (self.predivide or 1.0)
 
     @property
@@ -330,7 +330,7 @@ class DDPHook:
         return future
 
     def _active_ranks(self, takes_part: bool) -> int:
-        """Return the count of ranks by which to divide gradients in ``join``."""
+        """Return the number of ranks by which to divide gradients in ``join``."""
         wrapper: Any = self.wrapper()
         if divides_by_initial_world(wrapper):
             return self.world

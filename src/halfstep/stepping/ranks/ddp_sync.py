@@ -91,11 +91,13 @@ class RankSync:
         self._found: tuple[object, ...] = ()  # the wrappers and counts of parameters at the latest search
         # In a backward pass: each wrapper, its count of averaged passes before, and the versions of its gradients.
         self._open: list[tuple[DDPHook, int, dict[torch.Tensor, int]]] = []
-        self._slots: Sequence[Slot] = ()  # of the optimizer, in the open pass
+        self._slots: Sequence[Slot] = ()  # the rows of the optimizer in the open pass
         self._averages_in_place = False  # the open pass averages gradients of earlier passes in place
         self._unsynced: dict[DDPHook, int] = {}  # count of passes since the ranks averaged the wrapper's gradients
         self._had_pass = False
-        self._parted = False  # in this window ranks differ, and some ranks read this only after their step
+        # True if ranks differ in this window, and some ranks read this only after their step. Those ranks step without
+        # another message, so this rank must not send any: it would wait for them forever.
+        self._ranks_differ = False
         self._late = AsyncReader(3)  # differences between ranks that the host reads after the step
 
     @property
@@ -111,7 +113,7 @@ class RankSync:
             RuntimeError: raised by DDP if a reduction has not finished because a rank did not use all parameters. The
                 other ranks wait in this reduction, and would take our message for a part of it.
         """
-        if self._parted or self.joining:
+        if self._ranks_differ or self.joining:
             return []
         for reduction in self.reductions:
             reduction.rebuild_buckets()
@@ -127,14 +129,14 @@ class RankSync:
         self._unsynced.clear()
         for reduction in self.reductions:
             reduction.end_window()
-        self._parted = False
+        self._ranks_differ = False
 
     def gradient_scale(self, scale: torch.Tensor | None) -> torch.Tensor | None:
         """Return the divisor of the gradients of a pass whose loss is multiplied by ``scale``.
 
-        In our blocks ranks always send means. Averaging an average changes nothing, so any mix of synced and unsynced
-        passes gives the right gradients. If the user wants another result (``gradient_average=False``), the factor
-        between this result and the mean becomes a part of the loss scale.
+        In a block, ranks always send means. Averaging an average changes nothing, so any mix of synced and unsynced
+        passes gives correct gradients. If the user requested the sum (``gradient_average=False``), the factor between
+        the sum and the mean becomes a part of the loss scale.
 
         Raises:
             UsageError: if the wrappers around one optimizer's parameters have different factors.
@@ -145,7 +147,7 @@ class RankSync:
         if len(factors) > 1:
             raise UsageError(
                 "The parameters of one optimizer are in DistributedDataParallel wrappers with different "
-                "gradient_average or gradient_predivide_factor; give them the same, or an optimizer each."
+                "gradient_average or gradient_predivide_factor; use equal settings, or one optimizer per wrapper."
             )
         (factor,) = factors
         if scale is None:
@@ -264,17 +266,17 @@ class RankSync:
         if self.joining:
             if self._unsynced:
                 raise UsageError(
-                    "Inside of DistributedDataParallel.join() the last backward pass before a step must not be in "
-                    "no_sync(): ranks that have run out of inputs take part in the reductions of backward passes only."
+                    "In DistributedDataParallel.join() the last backward pass before a step must not be in no_sync(): "
+                    "ranks that have run out of inputs take part in the reductions of backward passes only."
                 )
             return
         # In a loop without blocks a rank has gradients, and need not compare anything.
         asks = steps and (self._had_pass or all(p.grad is None for p in params))
-        if not self._parted and (self._unsynced or (asks and not capturing(self.reductions[0].device))):
+        if not self._ranks_differ and (self._unsynced or (asks and not capturing(self.reductions[0].device))):
             scales = len({record.pending_scaler for record in records if not record.shared})
             self._compare(steps, scales)
         done: set[int] = set()
-        for reduction in [] if self._parted else [each for each in self.reductions if each in self._unsynced]:
+        for reduction in [] if self._ranks_differ else [each for each in self.reductions if each in self._unsynced]:
             owners = [p for p in params if reduction.holds(p) and id(p) not in done]
             done.update(map(id, owners))
             average_gradients(owners, reduction.group, reduction.message_device, set(map(id, fp32)))
@@ -296,23 +298,23 @@ class RankSync:
                 _refuse(found)
             else:
                 self._late.post(*found)
-                self._parted = bool(self._unsynced) and bool(differences.any())
+                self._ranks_differ = bool(self._unsynced) and bool(differences.any())
 
 
 _PROBLEMS = (
     (
         "had different numbers of backward passes in no_sync() after the last synced pass",
-        "Give every rank as many passes as the others; without a batch, a pass on any loss times zero.",
+        "Run the same number of passes on every rank; on a rank without a batch, use any loss times zero.",
     ),
-    ("called clip_master_grads, and others went on to the step", "Call it on every rank."),
+    ("called clip_master_grads, and other ranks did not", "Call it on every rank."),
     (
-        "had backward passes of different numbers of loss scales",
-        "Call scale_loss for every loss on every rank; without a batch, on any loss times zero.",
+        "had backward passes with different numbers of loss scales",
+        "Call scale_loss for every loss on every rank; on a rank without a batch, use any loss times zero.",
     ),
 )
 _LATE = (
-    " The ranks have taken that step, so their weights differ now. Ranks hear of it in time over the CPU: "
-    'init_process_group("cpu:gloo,cuda:nccl").'
+    " The ranks have already taken that step, so their weights differ now. To find this before the step, add a CPU "
+    'backend: init_process_group("cpu:gloo,cuda:nccl").'
 )
 
 
@@ -335,7 +337,7 @@ def share_overflow(
     Args:
         records: the records of an accumulation window. ``found_inf`` of records that are not shared yet changes in
             place.
-        ranks: the optimizers whose process groups take part; without a process group nothing is sent.
+        ranks: the messages of the optimizers whose process groups take part. Without a process group, nothing is sent.
 
     Returns:
         For each loss scale with new records, a flag that is 1.0 if one of its passes overflowed on any rank. Only the

@@ -1,4 +1,4 @@
-"""Messages with the tensors of many parameters in few flat buckets: masters, and gradients before a step."""
+"""Collective operations on the tensors of many parameters, in a few flat buckets: masters, and gradients of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BUCKET = 2**24  # elements in a flat bucket: 64 MiB of fp32
 
 @torch.no_grad()
 def share_masters(params: Sequence[torch.Tensor], group: dist.ProcessGroup, rank: int = 0) -> None:
-    """Give every rank the masters of one rank of the group."""
+    """Broadcast the masters of one rank of the group to all its ranks."""
     source = dist.get_global_rank(group, rank)
     owners = [p for p in params if master_of(p) is not None]
     for bucket in _chunks(owners):
@@ -45,7 +45,7 @@ def average_gradients(
         params: the parameters of one wrapper, the same on every rank.
         group: the process group of the wrapper.
         device: the device for numbers that the ranks exchange.
-        fp32: the identities of parameters that have fp32 gradients afterwards.
+        fp32: the identities of the parameters whose gradients become fp32.
     """
     # 0 for no gradient, 1 for a dense gradient, 1 plus the count of sparse dimensions for a sparse gradient
     mine = [0 if (g := p.grad) is None else 1 + (g.sparse_dim() if g.is_sparse else 0) for p in params]

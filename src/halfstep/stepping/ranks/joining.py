@@ -16,9 +16,9 @@ __all__ = ["is_joining", "share_masters_after_join"]
 
 
 def share_masters_after_join(wrapper: DistributedDataParallel) -> None:
-    """Broadcast the masters with the weights at every end of a ``join`` of this wrapper.
+    """Broadcast the masters together with the weights at the end of every ``join`` of this wrapper.
 
-    At this moment all ranks take part for the last time. Afterwards a rank may read its masters without other ranks.
+    All ranks still take part in collective operations there. Later, a rank may read its masters alone.
     """
     wrapper.join_hook = _HookMaker(wrapper)  # type: ignore[method-assign]
 
@@ -61,7 +61,7 @@ class _WithMasters(JoinHook):
         self._hook.main_hook()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Give all ranks the weights and the masters of one rank."""
+        """Broadcast the weights and masters of one rank to all ranks."""
         wrapper = self._wrapper
         self._hook.post_hook(is_last_joiner)
         ignored = set(wrapper.parameters_to_ignore)
