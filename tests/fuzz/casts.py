@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from halfstep import OpLists, amp
 from halfstep.core.errors import ArgumentValueError, UnsafeOpError
+from halfstep.core.oplists.dtypes import needs_fp32, numbers_kind
+from halfstep.core.oplists.names import resolve
 from tests.support.worlds import FP32
 
 __all__ = ["Casts"]
@@ -146,6 +148,7 @@ class Casts(RuleBasedStateMachine):
         lists = {f"custom_{moved}_list": [op.op]} if moved else {}
         oplists = OpLists.custom(*([op.op] if moved == each else () for each in ("white", "black")), level=level)
         rule_of = oplists.rule(_CALLS.get(op.op, op.op))
+        kinds = {numbers_kind(oplists.row(name)) for name in resolve(_CALLS.get(op.op, op.op))}
         fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, (args, chosen.kwargs))
 
         def ours() -> Any:
@@ -154,7 +157,11 @@ class Casts(RuleBasedStateMachine):
 
         def theirs() -> Any:
             positional, named = by_hand(rule_of, half, fresh)
-            return op.op(*positional, **named)
+            result, read = op.op(*positional, **named), tree_flatten((positional, named))[0]
+            if half not in [leaf.dtype for leaf in read if isinstance(leaf, torch.Tensor)]:
+                return result
+            lost = any(needs_fp32(kind, half, positional, named, result) for kind in kinds)
+            return op.op(*by_hand("float", half, positional), **by_hand("float", half, named)) if lost else result
 
         found = outcome(ours)
         if rule_of == "banned":

@@ -101,9 +101,14 @@ class _Side:
 
     @property
     def order_of_eps(self) -> tuple[str, ...]:
-        """The order of the next root, and of the next small constant that is added."""
+        """The order of the next root, and of the next small constant that is added.
+
+        The ops right before the parting count, too: a constant that is lost in rounding, and a root before it that both
+        sides have, are no difference in numbers.
+        """
         found = []
-        for i in self.ops[:_AHEAD]:
+        before = {j for i in self.ops[:1] for j in self.rows[i].inputs}
+        for i in [*sorted(before.union(*(self.rows[j].inputs for j in before))), *self.ops[:_AHEAD]]:
             constants = self.facts[i][1] if i in self.facts else ()
             small = any(isinstance(x, float) and 0 < x <= _SMALL for x in constants)
             name = self.rows[i].op.rstrip("_")

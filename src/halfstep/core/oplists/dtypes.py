@@ -123,7 +123,7 @@ def _is_large(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     first: Any = args[0] if args else kwargs.get("input")
     dim: Any = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
     dims = (dim,) if isinstance(dim, (int, str)) else dim
-    return not dims or math.prod(first.size(each) for each in dims) > _MOST
+    return not dims or not first.dim() or math.prod(first.size(each) for each in dims) > _MOST
 
 
 def _is_sum(args: Sequence[Any], result: torch.Tensor) -> bool:
