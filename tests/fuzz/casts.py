@@ -161,7 +161,10 @@ class Casts(RuleBasedStateMachine):
             if half not in [leaf.dtype for leaf in read if isinstance(leaf, torch.Tensor)]:
                 return result
             lost = any(needs_fp32(kind, half, positional, named, result) for kind in kinds)
-            return op.op(*by_hand("float", half, positional), **by_hand("float", half, named)) if lost else result
+            if lost:
+                positional, named = by_hand("float", half, fresh)
+                result = op.op(*positional, **named)
+            return result
 
         found = outcome(ours)
         if rule_of == "banned":
