@@ -41,7 +41,7 @@ def test_a_page_is_written(saved: Path) -> None:
     assert result.exit_code == 0
     page = (saved / "pages" / "p.html").read_text(encoding="utf-8")
     assert "halfstep compare a.jsonl b.jsonl --html=pages/p.html" in page
-    assert "First divergence: 1, output" in page
+    assert "First divergence: 1: output" in page
 
 
 def test_files_of_something_else_are_refused(saved: Path) -> None:

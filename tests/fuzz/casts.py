@@ -61,21 +61,15 @@ _CALLS = dict.fromkeys((F.upsample_bilinear, F.upsample_nearest), F.interpolate)
 def by_hand(rule_of: str, half: torch.dtype, args: Any) -> Any:
     """The arguments of a call, cast by a rule."""
     narrow = (torch.float16, torch.bfloat16, FP32)
-    if rule_of == "half":
-        target = half
-    elif rule_of == "float":
-        target = FP32
-    elif rule_of in ("promote", "sequence-promote"):
+    target = {"half": half, "float": FP32, "promote": FP32, "sequence-promote": FP32}.get(rule_of)
+    if "promote" in rule_of:
         floats = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, torch.Tensor) and leaf.dtype in narrow]
         counted = [leaf for leaf in floats if leaf.dim()] or floats  # a number does not widen, as in torch
         if len({leaf.dtype for leaf in counted}) < 2:
             return args
-        target = FP32
-    else:
-        return args
 
     def cast(leaf: Any) -> Any:
-        return leaf.to(target) if isinstance(leaf, torch.Tensor) and leaf.dtype in narrow else leaf
+        return leaf.to(target) if target and isinstance(leaf, torch.Tensor) and leaf.dtype in narrow else leaf
 
     return tree_map(cast, args)
 
@@ -157,11 +151,9 @@ class Casts(RuleBasedStateMachine):
 
         def theirs() -> Any:
             positional, named = by_hand(rule_of, half, fresh)
-            result, read = op.op(*positional, **named), tree_flatten((positional, named))[0]
-            if half not in [leaf.dtype for leaf in read if isinstance(leaf, torch.Tensor)]:
-                return result
-            lost = any(needs_fp32(kind, half, positional, named, result) for kind in kinds)
-            if lost:
+            result = op.op(*positional, **named)
+            is_half = half in {getattr(leaf, "dtype", None) for leaf in tree_flatten((positional, named))[0]}
+            if is_half and any(needs_fp32(kind, half, positional, named, result) for kind in kinds):
                 positional, named = by_hand("float", half, fresh)
                 result = op.op(*positional, **named)
             return result

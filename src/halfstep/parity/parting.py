@@ -109,8 +109,7 @@ class _Side:
         found = []
         before = {j for i in self.ops[:1] for j in self.rows[i].inputs}
         for i in [*sorted(before.union(*(self.rows[j].inputs for j in before))), *self.ops[:_AHEAD]]:
-            constants = self.facts[i][1] if i in self.facts else ()
-            small = any(isinstance(x, float) and 0 < x <= _SMALL for x in constants)
+            small = i in self.facts and any(isinstance(x, float) and 0 < x <= _SMALL for x in self.facts[i][1])
             name = self.rows[i].op.rstrip("_")
             found += ["root"] if name in _ROOTS else ["eps"] if small and name in _ADDS else []
         return tuple(found[:2])
