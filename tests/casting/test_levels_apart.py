@@ -28,6 +28,8 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from halfstep.torch_internals.compiler_compat import tracer_follows_autocast
 from tests.support.worlds import BF16, FP16, FP32, advance, in_a_thread, read_back, scaled_step
 
+from .test_islands import Twice
+
 HALVES = [BF16, FP16]
 X = torch.linspace(-1, 1, 12).view(3, 4)
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -789,7 +791,10 @@ def test_names_of_torch_are_replaced_until_the_models_are_gone() -> None:
     seen(model)
     model = copy.deepcopy(model)
     assert replaceable() != TORCHS_OWN
-    del model
+    loss = bring_up("O1")(X).sum()
+    loss.register_hook(lambda grad: Twice.apply(grad, grad))  # an autograd function inside of a backward pass
+    loss.backward()
+    del model, loss
     assert torch_is_untouched()
 
 

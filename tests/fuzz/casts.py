@@ -96,9 +96,7 @@ def same(a: Any, b: Any) -> bool:
         return False
     for x, y in zip(ours, theirs, strict=True):
         if isinstance(x, torch.Tensor):
-            if x.dtype is not y.dtype or x.shape != y.shape:
-                return False
-            if x.layout is torch.strided and not _same_numbers(x, y):
+            if x.dtype is not y.dtype or x.shape != y.shape or (x.layout is torch.strided and not _same_numbers(x, y)):
                 return False
         elif x != y and not (x != x and y != y):
             return False

@@ -84,7 +84,12 @@ class CastingConfig:
         rules: the first arguments of ``build_table``.
         plans: the plans of modes (``current.plan_of``), for ops that run now and for recorded ops.
         reaches_later: True if checkpoints and threads follow it or do not need to; see ``scope.around_recomputation``.
+        by_call: True for the scopes of halfstep's own that exist as long as the process: only its functions enter them,
+            and leave them before they return. After an interrupt that comes before ``__exit__`` has begun, the next
+            scope or op finds then that the call is over. A user's scope may be entered by a helper that returns.
     """
+
+    by_call = False
 
     def __init__(
         self,

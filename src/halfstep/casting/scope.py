@@ -69,14 +69,7 @@ class OpCasting(CastingConfig, ContextDecorator):
 
     An inner scope replaces the outer one. Backward passes inside are not cast, and activation checkpoints made inside
     recompute under the same lists.
-
-    Attributes:
-        by_call: True if only functions of halfstep enter it, and leave it before they return. After an interrupt that
-            comes before ``__exit__`` has begun, the next scope or op finds then that the call is over. A user's scope
-            may be entered by a helper that returns.
     """
-
-    by_call = False
 
     def __enter__(self) -> OpCasting:
         if torch.compiler.is_dynamo_compiling():
