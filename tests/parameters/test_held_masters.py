@@ -228,14 +228,14 @@ def test_nothing_is_kept_of_masters_that_nobody_holds(fused: bool) -> None:
     model, optimizer = start(fused=fused)
     print(list(amp.master_params(optimizer)))
     step(model, optimizer)
-    assert not held_masters.WITH_MEMORY
+    assert not held_masters.MATERIALIZED
     held = list(amp.master_params(optimizer))
     assert [p.shape for p in held] == [p.shape for p in model.parameters()]
     step(model, optimizer)
-    assert held_masters.WITH_MEMORY
+    assert held_masters.MATERIALIZED
     del held
     step(model, optimizer)
-    assert not held_masters.WITH_MEMORY
+    assert not held_masters.MATERIALIZED
 
 
 @with_both_masters
@@ -259,7 +259,7 @@ def test_the_optimizer_goes_with_masters_that_were_read(fused: bool) -> None:
     assert all(p.dtype is torch.float32 for p in held)
     del optimizer
     gc.collect()
-    assert not held_masters.WITH_MEMORY
+    assert not held_masters.MATERIALIZED
 
 
 @with_both_masters
@@ -420,7 +420,7 @@ def test_while_steps_are_recorded_nothing_is_settled(fused: bool, monkeypatch: p
     master.detach().fill_(2.0)
     with monkeypatch.context() as recording:
         recording.setattr(held_masters, "capturing", lambda device: True)
-        held_masters.settle()
+        held_masters.sync_held_masters()
         assert not (model.weight == 2.0).any()
-    held_masters.settle()
+    held_masters.sync_held_masters()
     assert (model.weight == 2.0).all()

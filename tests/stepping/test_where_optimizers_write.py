@@ -253,9 +253,9 @@ def test_steps_that_change_no_master_are_told_of_once(
             optimizer.step()
             assert bool(caplog.records) is (said is not None and i >= said), i
     assert [record.message for record in caplog.records] == [
-        f"No step of {make.__name__} has changed an fp32 master so far, although there were gradients. If it steps "
-        "weights by a list or a copy of its own, have it go through self.param_groups, where the masters are while it "
-        "steps. If its learning rate is still 0, or it is still accumulating gradients, all is well."
+        f"No step of {make.__name__} has changed an fp32 master so far, although there were gradients. If it updates "
+        "weights from its own list or copy, let it iterate over self.param_groups, which hold the masters during a "
+        "step. If its learning rate is still 0, or it is still accumulating gradients, ignore this warning."
     ] * (said is not None)
 
 

@@ -23,7 +23,7 @@ from ..core.errors import NotScriptableError, UsageError
 from ..core.oplists import OpLists
 from ..core.oplists.tables import OPS
 from ..kernels.shards import is_sharded
-from ..parameters.held_masters import WITH_MEMORY, settle
+from ..parameters.held_masters import MATERIALIZED, sync_held_masters
 from ..torch_internals.callers import caller_in
 from ..torch_internals.torch_compat import BatchNorm, forward_hooks, hook_tables, jit_tracing_state
 from . import dynamo
@@ -226,8 +226,8 @@ def _check_weight(module: Any, name: str, dtype: torch.dtype, *, meets: bool) ->
     Raises:
         UsageError: if it has another dtype than it was cast to.
     """
-    if not torch.compiler.is_compiling() and WITH_MEMORY:
-        settle(refresh=False)
+    if not torch.compiler.is_compiling() and MATERIALIZED:
+        sync_held_masters(refresh=False)
     weight = module
     for part in name.split("."):
         weight = getattr(weight, part, None)

@@ -15,7 +15,7 @@ from ..core.checks import check_optimizer_state
 from ..core.dtypes import StateForm
 from ..core.errors import ArgumentTypeError, UsageError
 from ..kernels.shards import is_sharded
-from ..parameters.held_masters import settle
+from ..parameters.held_masters import sync_held_masters
 from ..parameters.master_registry import is_saved_elsewhere
 from ..parameters.split import InState, entries, master_value, take_back_rounding
 from ..parameters.table import OptimizerTable
@@ -176,7 +176,7 @@ class FusedState(torch.optim.Optimizer):
         checkpoint of another sharding or level only if every state has the same form. So it also gets the fp32 form for
         weights that are not sharded, and no master that the state of the model already contains.
         """
-        settle(refresh=False)
+        sync_held_masters(refresh=False)
         saved = super().state_dict()
         apart = caller_in(STATE_MODULE) is not None
         for group, names in zip(self.param_groups, saved["param_groups"], strict=True):

@@ -1,11 +1,11 @@
 """The parameters of one optimizer: the state of their gradients, unscaling, and the fp32 masters behind them.
 
-- ``table.py``: one row (``Slot``) for each parameter. ``refresh`` is the one place that asks whether they changed;
-  derived values are kept for as long as ``generation`` stays the same.
+- ``table.py``: one row (``Slot``) for each parameter. Only ``refresh`` checks if the parameters changed; values derived
+  from them are valid as long as ``generation`` stays the same.
 - ``ledger.py``: the states of gradients around a backward pass. ``unscale.py``: unscaling and clipping in place.
   ``uses.py``: the parameters that a pass reaches.
-- ``loss_scaler.py``: the loss scale, moved without reading the device. ``async_reader.py``: reads it later.
-- ``keeper.py``: chooses where masters are kept: beside the optimizer (``plain.py``) or split into weight and remainder
+- ``loss_scaler.py``: the loss scale, updated without reading the device. ``async_reader.py``: reads it later.
+- ``keeper.py``: chooses where masters are kept: outside the optimizer (``plain.py``) or split into weight and remainder
   (``split.py``). ``outside_writes.py``: writes to weights between steps. ``snapshot.py``: finds writes by value.
 - ``master_registry.py``: finds the master of a parameter. ``held_masters.py``: masters that user code reads and writes.
 - ``state_dict.py``: saved states with masters.

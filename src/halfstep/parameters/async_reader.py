@@ -42,7 +42,7 @@ class AsyncReader:
     the host runs further ahead. ``post`` does nothing while a CUDA graph is captured.
 
     Args:
-        width: the count of numbers in a row.
+        width: the number of tensors in a row.
     """
 
     def __init__(self, width: int) -> None:

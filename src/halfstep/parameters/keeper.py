@@ -1,4 +1,4 @@
-"""The masters of one optimizer, wherever they are: beside it, or in the state of a fused optimizer."""
+"""The masters of one optimizer, kept outside it or in the state of a fused optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..core.dtypes import is_half
 from ..core.errors import UsageError
 from ..torch_internals.torch_compat import HAS_GRAD_DTYPE
-from .held_masters import WITH_MEMORY, hold, keep_held, settle
+from .held_masters import MATERIALIZED, hold, keep_held, sync_held_masters
 from .ledger import Gradients
 from .master_registry import keeper_of, register
 from .plain import PlainMasters
@@ -24,28 +24,28 @@ __all__ = ["MasterKeeper"]
 
 
 def _reset_grad_dtypes(params: list[weakref.ref[torch.Tensor]]) -> None:
-    """The masters are gone: let gradients of their parameters have the parameters' own dtype again."""
+    """Reset ``grad_dtype`` of parameters whose masters no longer exist."""
     for param in [param for ref in params if (param := ref()) is not None] if HAS_GRAD_DTYPE else ():
         if param.grad is None and keeper_of(param) is None:
             param.grad_dtype = param.dtype
 
 
 class MasterKeeper:
-    """The fp32 masters of one optimizer's 16-bit parameters: each is in the row of its parameter.
+    """The fp32 masters of one optimizer's 16-bit parameters. The row of a parameter refers to its master.
 
     Args:
         optimizer: the optimizer, which must outlive the keeper.
-        masters: True if there are masters. A fused optimizer of halfstep keeps them in its state, if torch has
-            ``Tensor.grad_dtype``; any other has them in the places of its parameters while it steps. "elsewhere" if an
-            attached optimizer inside of it has them.
-        originals: the values at which masters start; see ``PlainMasters``.
+        masters: True if the parameters have masters. A fused optimizer of halfstep keeps them in its state, if torch
+            has ``Tensor.grad_dtype``; other optimizers find them in their groups while they step. "elsewhere" if an
+            attached inner optimizer has the masters.
+        originals: the initial values of masters; see ``PlainMasters``.
         own: True if the optimizer may keep masters in its state.
 
     Attributes:
-        plain: the masters that are not in the state of the optimizer; None if it has them, or there are none.
-        replicated: True if this keeper has all masters, which are then to be the same on every rank.
+        plain: the masters outside the optimizer; None if they are in its state, or if there are none.
+        replicated: True if every rank has all masters of the keeper, so that they must be equal on every rank.
         table: the parameters of the optimizer.
-        gradients: their gradients.
+        gradients: the gradients of the parameters.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class MasterKeeper:
         self.adopt()
 
     def keep_plain(self, originals: dict[int, torch.Tensor]) -> None:
-        """Keep masters here from now on: the optimizer, which had them in its state, goes on without its fused step."""
+        """Move masters out of the state of an optimizer that continues without its fused step."""
         if self.any:
-            held = [None if slot.master is None else slot.master.held for slot in self.table.slots]
+            before = [None if slot.master is None else slot.master.held for slot in self.table.slots]
             self.plain = PlainMasters(self.table, originals)
-            for slot, its in zip(self.table.slots, held, strict=True):
-                if slot.master is not None and its is not None:
-                    keep_held(slot.master, its)
+            for slot, held in zip(self.table.slots, before, strict=True):
+                if slot.master is not None and held is not None:
+                    keep_held(slot.master, held)
             self.adopt()
 
     @property
     def any(self) -> bool:
-        """True if there are masters, here or in an optimizer inside of this one."""
+        """True if the parameters have masters, kept here or by an inner optimizer."""
         return self.table.fp32_grads
 
     @property
@@ -91,7 +91,7 @@ class MasterKeeper:
         return self.table.optimizer()
 
     def adopt(self) -> None:
-        """Take care of all parameters that the optimizer has now, new ones included."""
+        """Register masters for all current parameters of the optimizer, including new parameters."""
         self.table.refresh()
         if not self.any:
             return
@@ -106,38 +106,37 @@ class MasterKeeper:
     # ---- masters
 
     def has(self, param: torch.Tensor) -> bool:
-        """True if a parameter of the optimizer has a master. One that is frozen goes on having the one it has."""
+        """True if a parameter of the optimizer has a master. A parameter that user code freezes keeps its master."""
         if not self.any or not is_half(param):
             return False
         return param.requires_grad or ((master := self.find(param)) is not None and master.exists)
 
     def find(self, param: torch.Tensor) -> Master | None:
-        """The master of a parameter; None if it has none, or another optimizer has it."""
+        """Return the master of a parameter; None if it has none, or if another optimizer has it."""
         return self.table.master_of(param)
 
     def master_params(self) -> Iterator[torch.Tensor]:
-        """The tensors that the step updates: of a parameter with a master its ``MasterParameter``, else itself."""
+        """Yield the tensors that the step updates: the ``MasterParameter`` of each parameter, or the parameter."""
         if self.plain is not None:
             self.plain.adopt()
-        settle()
+        sync_held_masters()
         self.table.refresh()
         for param in self.table.params:
             yield self.view(param) if self.has(param) else param
 
     def view(self, param: torch.Tensor) -> torch.Tensor:
-        """The master of a parameter as a parameter, the same object as long as user code holds it.
+        """Return the master of a parameter as an fp32 parameter, the same object as long as user code holds it.
 
-        It is the parameter itself if this process has no master to give out: another rank steps the parameter
-        (``ZeroRedundancyOptimizer``).
+        If another rank steps the parameter and has its master (``ZeroRedundancyOptimizer``), return the parameter.
         """
-        settle(param)
-        keeper: Any = keeper_of(param) or self  # an optimizer inside of this one may have the master
+        sync_held_masters(param)
+        keeper: Any = keeper_of(param) or self  # an inner optimizer may have the master
         master = keeper.find(param)
         return param if master is None else hold(master, keeper.optimizer)
 
     def started(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters and the values of their masters, of all masters that are not in the optimizer's state."""
-        settle(refresh=False)
+        """Return pairs of a parameter and its master's value, for masters that are not in the optimizer's state."""
+        sync_held_masters(refresh=False)
         masters = [slot.master for slot in self.table.refresh() if slot.master is not None]
         return [(each.param, value) for each in masters if (value := each.unsaved()) is not None]
 
@@ -145,18 +144,18 @@ class MasterKeeper:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the block plain masters take the places of their parameters in the optimizer, if they are kept here.
+        """Put plain masters into the optimizer's groups in place of their parameters, for the duration of the block.
 
-        What users have written to masters is stored before, and masters that they hold have what is new after it.
+        Before the block, user writes to held masters are stored; after it, held masters get the new values.
         """
-        if WITH_MEMORY:
-            settle(refresh=False)
+        if MATERIALIZED:
+            sync_held_masters(refresh=False)
         if self.plain is None or self.plain.places:
             try:
                 yield
             finally:
-                if WITH_MEMORY:
-                    settle()
+                if MATERIALIZED:
+                    sync_held_masters()
             return
         try:
             try:
@@ -165,22 +164,22 @@ class MasterKeeper:
             except KeyError as error:
                 if error.args and self.plain.has_in_place(error.args[0]):
                     raise UsageError(
-                        f"{type(self.optimizer).__name__}.step looked up a weight in a dict of its own, by the "
-                        "parameter. At O2 fp32 masters have the places of 16-bit parameters while it steps. Keep what "
-                        "belongs to a weight in self.state[p], which goes with it, or by its index in the group."
+                        f"{type(self.optimizer).__name__}.step looked up a weight in a dict with parameters as keys. "
+                        "At O2, param_groups hold fp32 masters instead of 16-bit parameters during a step. Keep the "
+                        "values of a weight in self.state[p], which accepts the master, or by its index in the group."
                     ) from error
                 raise
             finally:
                 self.plain.leave()
         finally:
-            if self.plain.places:  # Ctrl-C has come before the first line of the other `finally`, or within
+            if self.plain.places:  # Ctrl-C interrupted the inner `finally`
                 self.plain.leave()
-            if WITH_MEMORY:
-                settle()
+            if MATERIALIZED:
+                sync_held_masters()
 
     @contextmanager
     def out_of_place(self) -> Iterator[None]:
-        """Within the block, inside of one of ``in_place``, the parameters have their places again."""
+        """Put the parameters back into the groups within a block of ``in_place``, for the duration of the block."""
         if self.plain is not None:
             self.plain.leave()
         yield

@@ -1,35 +1,35 @@
-"""The gradients of one optimizer's parameters: which states ``p.grad`` goes through, and what moves it on.
+"""The gradients of one optimizer's parameters: the states of ``p.grad`` and their transitions.
 
 ::
 
            a backward pass             finish                  zero_grad
     none ------------------> scaled ------------> ready ------------------> none
                                                   |   ^
-                                            begin |   | finish adds what the pass brought to what was saved;
-                                                  v   | restore, after an error, puts it back as it was
+                                            begin |   | finish adds the saved gradient to the new gradient;
+                                                  v   | restore, after an error, puts the saved gradient back
                                                   saved
 
 - **none**: ``p.grad`` is None.
-- **scaled**: brought by backward passes and multiplied by the loss scale. So it is inside of a ``scale_loss`` block,
-  and until a ``GradScaler`` unscales.
-- **ready**: what the step will use. The gradient of a 16-bit parameter with a master is fp32 then, with one exception:
-  what one pass in a block has computed in bfloat16, without a loss scale, is fp32 already in all but its bytes, so it
-  stays as it is (``Slot.narrow``). Code that adds to it, clips it or reads it as the gradient of a master makes it fp32
-  before. Each backward pass does so before it begins (``before_pass``), because torch adds up in the dtype of the
-  gradient that is there.
-- **saved**: set aside while a block is open, so that the pass in the block brings only its own gradient.
+- **scaled**: backward passes computed it, multiplied by the loss scale. It stays scaled until the ``scale_loss`` block
+  ends, or until a ``GradScaler`` unscales it.
+- **ready**: the step can use it. The gradient of a 16-bit parameter with a master is then fp32, with one exception:
+  the gradient of a single pass in a block without a loss scale stays in the bfloat16 that the pass computed
+  (``Slot.narrow``), because fp32 would only double its bytes. Code that accumulates into it, clips it, or reads it as
+  the gradient of a master must make it fp32 first. The engine does so before each backward pass (``before_pass``),
+  because torch accumulates in the dtype of the existing gradient.
+- **saved**: set aside while a block is open, so that ``p.grad`` holds only the gradient of the pass in the block.
 
-The dtype in which autograd delivers a gradient is ``p.grad_dtype``. It is fp32 for a parameter with a master, so that
-plain backward passes add up in fp32. In a block that scales it is the dtype that the pass computes in, because the
-gradient is unscaled afterwards. So it is in a block without a scale, for parameters that the pass uses in one place
-(``uses``). Under DistributedDataParallel and FSDP2 it is the parameter's own dtype, because their buckets take nothing
-else. A block sets it when it begins and when it ends, a wrapper at the beginning of each backward pass (``ddp_hook``),
-and so does a pass without a block after blocks that have left gradients in bfloat16. So no pass depends on how
-gradients were cleared before it.
+Autograd delivers gradients in the dtype ``p.grad_dtype``. It is fp32 for a parameter with a master, so that passes
+without a block accumulate in fp32. In a block with a loss scale it is the dtype in which the pass computes, because
+unscaling makes the gradient fp32 afterwards. The same holds in a block without a loss scale, for parameters that the
+pass uses once (``uses``). Under DistributedDataParallel and FSDP2 it is the parameter's own dtype, which their buckets
+require. Every pass sets it anew, so no pass depends on how user code cleared gradients before it: a block sets it when
+it opens and closes, a wrapper at the beginning of each backward pass (``ddp_hook``), and the engine before a pass
+without a block, if earlier blocks left gradients in bfloat16.
 
-Before torch 2.13 there is no ``Tensor.grad_dtype``, and the gradient of a 16-bit parameter cannot be fp32. There every
-fp32 gradient is kept beside ``p.grad``, which is its rounded image. If a user changes the image, for example by
-clipping over ``model.parameters()``, the image becomes the gradient, and the other bits are lost.
+Before torch 2.13 there is no ``Tensor.grad_dtype``, and the gradient of a 16-bit parameter cannot be fp32. There, fp32
+gradients are kept outside ``p.grad``, which holds a rounded copy, the image. If user code changes the image, for
+example by clipping over ``model.parameters()``, the image becomes the gradient, and the lower bits are lost.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = ["Gradients", "WatchedEngine", "get_grads", "set_grads", "widen"]
 
 
 class _Image(NamedTuple):
-    """Before torch 2.13: an fp32 gradient, its rounded image in ``p.grad``, and the version of the image then."""
+    """An fp32 gradient before torch 2.13, its rounded image in ``p.grad``, and the version of the image."""
 
     wide: torch.Tensor
     narrow: torch.Tensor
@@ -66,7 +66,7 @@ class _Image(NamedTuple):
 
 
 def get_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradients of parameters."""
+    """Return the gradients of parameters, in fp32 if an image stands in ``p.grad``."""
     grads = [p.grad for p in params]
     if not HAS_GRAD_DTYPE:
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
@@ -77,14 +77,14 @@ def get_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
 
 
 def set_grads(params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor]) -> None:
-    """Give parameters gradients, which may have another dtype than the parameters."""
+    """Set the gradients of parameters, which may have another dtype than the parameters."""
     params = list(params)
     reduced = set(map(id, reduced_params(params)))
     for param, grad in zip(params, grads, strict=True):
         if HAS_GRAD_DTYPE and param.grad_dtype is not grad.dtype:
             param.grad = None
-            # Wrappers and shards take gradients of the parameter's dtype alone, and set it when a pass begins. For any
-            # other parameter later passes deliver the dtype that is there now, however gradients are cleared.
+            # Wrappers and shards require gradients of the parameter's dtype, and set `grad_dtype` when a pass begins.
+            # For other parameters, later passes must deliver this dtype, even if user code clears the gradient.
             param.grad_dtype = None if id(param) in reduced else grad.dtype
         if HAS_GRAD_DTYPE or grad.dtype is param.dtype:
             param.grad = grad
@@ -95,7 +95,7 @@ def set_grads(params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor]) -> 
 
 @torch.no_grad()
 def widen(params: Sequence[torch.Tensor]) -> None:
-    """Make 16-bit gradients of these parameters fp32, one after the other: the memory of each is freed at once."""
+    """Convert 16-bit gradients of these parameters to fp32, one by one, so that each old gradient is freed at once."""
     half = [p for p, g in zip(params, get_grads(params), strict=True) if g is not None and g.dtype in HALF_DTYPES]
     set_grads(half, (p.grad.float() for p in half))  # type: ignore[union-attr]
 
@@ -108,16 +108,16 @@ class Gradients:
 
     Attributes:
         table: as given.
-        has_saved: True if gradients were set aside when the open block was opened.
+        has_saved: True if ``begin`` set gradients aside for the open block.
     """
 
     def __init__(self, table: OptimizerTable) -> None:
         self.table = table
-        self._rows: list[Slot] = []  # what this optimizer has taken for the open pass
-        self._generation = -1  # of the table then; -1 while no pass is open
-        self._ready_for = -1  # the generation in which plain passes deliver what they should; -1 while they may not
+        self._rows: list[Slot] = []  # the rows whose gradients this optimizer handles in the open pass
+        self._generation = -1  # the generation of the table in `begin`; -1 while no pass is open
+        self._ready_for = -1  # the generation for which `grad_dtype` suits passes without a block; -1 if unknown
         self.has_saved = False
-        self._pending: list[Slot] = []  # had no gradient in their place when the block was opened
+        self._pending: list[Slot] = []  # the rows without a gradient in `p.grad` when the block opened
         self._unscaler = Unscaler()
 
     # ---- around a backward pass
@@ -125,16 +125,15 @@ class Gradients:
     def begin(
         self, scale: torch.Tensor | None, block: Any, in_place: Callable[[list[Slot]], list[Slot]] | None = None
     ) -> None:
-        """Set aside the present gradients, so that a pass scaled by ``scale`` brings only its own.
+        """Set aside the gradients in ``p.grad``, so that it holds only the gradients of the next pass.
 
-        A parameter that another optimizer has taken for this pass is left to that optimizer.
+        If optimizers share a parameter, the first optimizer in the block handles its gradient.
 
         Args:
-            scale: by what the gradients of the pass are to be divided. With None nothing is set aside, unless
-                gradients are to become fp32.
-            block: the block that is opened; not kept alive. Its ``loss``, if it has one, is what the pass begins from.
-            in_place: a function that picks the rows whose gradients stay in place, multiplied by ``scale``, because
-                they are averaged there with what the pass brings; None if there are none.
+            scale: the loss scale of the pass. With None nothing is set aside, unless gradients become fp32.
+            block: the block to open, referenced weakly. The pass begins from its attribute ``loss``, if it has one.
+            in_place: a function that returns the rows whose gradients stay in ``p.grad``, multiplied by ``scale``,
+                because the pass accumulates into them; None if there are no such rows.
         """
         self._rows = [s for s in self.table.slots if s.grad.block is None or s.grad.block() is None]
         self._generation, self._ready_for = self.table.generation, -1
@@ -151,30 +150,30 @@ class Gradients:
             replace_engine(_watched)
         there = [slot for slot in self._rows if slot.param.grad is not None]
         if there and in_place is not None:
-            staying = in_place(there)
+            accumulated = in_place(there)
             if scale is not None:
-                self.multiply([slot.param for slot in staying], scale)
-            stays = set(map(id, staying))
-            there = [slot for slot in there if id(slot) not in stays]
+                self.multiply([slot.param for slot in accumulated], scale)
+            ids = set(map(id, accumulated))
+            there = [slot for slot in there if id(slot) not in ids]
         self.has_saved = bool(there)
         if there:
             for slot, grad in zip(there, get_grads([slot.param for slot in there]), strict=True):
                 assert grad is not None
-                # A view may lie in a bucket of DistributedDataParallel, which the pass overwrites.
+                # A view may be a part of a DDP bucket, which the pass overwrites.
                 slot.grad.saved = grad.clone() if is_view(grad) and grad.dtype is slot.param.dtype else grad
-        # All are saved before the first is taken away, so that an interrupt anywhere leaves what `restore` needs.
+        # Save all gradients before the first `p.grad = None`, so that `restore` works after an interrupt at any line.
         self._pending = [s for s in self._rows if s.param.grad is None or s.grad.saved is not None]
         for slot in there:
             slot.param.grad = None
         self.expect(self._pending, block=True, scaled=scale is not None)
 
     def expect(self, slots: Iterable[Slot] | None = None, *, block: bool = False, scaled: bool = False) -> None:
-        """Choose the dtype in which the next pass delivers gradients to the parameters that have none.
+        """Set ``grad_dtype`` of the parameters without gradients, for the next pass.
 
         Args:
             slots: rows of the table; None for all.
-            block: True if the pass has a block. The dtype of some gradients is left to the pass then.
-            scaled: True if the gradients become fp32 when the block ends, so that the dtype of all is left to the pass.
+            block: True if the pass has a block, so that ``narrow`` gradients keep the dtype in which it computes.
+            scaled: True if all gradients keep the dtype in which the pass computes, because ``finish`` makes them fp32.
         """
         if not HAS_GRAD_DTYPE or not self.table.fp32_grads:
             return
@@ -185,12 +184,13 @@ class Gradients:
                 param.grad_dtype = dtype if slot.fp32 and not slot.reduced else param.dtype
 
     def before_pass(self, roots: Sequence[Any], *, inside: bool) -> None:
-        """Make bfloat16 gradients fp32 to which a pass will add, and let it bring fp32 if it has no block.
+        """Convert bfloat16 gradients into which a pass will accumulate to fp32, and request fp32 from passes without a
+        block.
 
         Args:
-            roots: the tensors that the pass begins from.
-            inside: True for a pass inside of another pass, as reentrant checkpoints have. Both may bring gradients of
-                a parameter, in any order, so these are fp32.
+            roots: the tensors from which the pass begins.
+            inside: True for a pass inside another pass, as in reentrant checkpoints. Both passes may compute a gradient
+                of the same parameter, in any order, so these gradients must be fp32.
         """
         rows = [slot for slot in self.table.slots if slot.narrow]
         if there := [s.param for s in rows if (grad := s.param.grad) is not None and grad.dtype is torch.bfloat16]:
@@ -201,7 +201,7 @@ class Gradients:
 
     @torch.no_grad()
     def multiply(self, params: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
-        """Multiply the gradients that are there by a 0-dim tensor, in place."""
+        """Multiply the existing gradients by a 0-dim tensor, in place."""
         there = [p for p in params if p.grad is not None]
         for param, grad in zip(there, get_grads(there), strict=True):
             factor = scale.to(param.device, non_blocking=True)
@@ -211,11 +211,11 @@ class Gradients:
                 set_grads([param], [grad * factor])  # type: ignore[operator]
 
     def arrived(self) -> bool:
-        """True if the pass in the open block has brought a gradient to a parameter that had none."""
+        """True if the pass in the open block computed a gradient of a parameter whose ``p.grad`` was None."""
         return any(slot.param.grad is not None for slot in self._pending)
 
     def restore(self) -> None:
-        """After ``begin``, when the pass failed: drop its gradients and put back the gradients that were set aside."""
+        """Drop the gradients of a failed pass, and put back the gradients that ``begin`` set aside."""
         for slot in self._pending:
             slot.param.grad = None
             if slot.grad.saved is not None:
@@ -223,22 +223,23 @@ class Gradients:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what is saved, and let other optimizers take the parameters."""
+        """Drop the saved gradients, and let other optimizers handle the parameters."""
         for slot in self._rows:
             slot.grad.saved = slot.grad.block = None
         self._rows, self._pending, self.has_saved, self._generation = [], [], False, -1
 
     def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor, done: Collection[int] = ()) -> None:
-        """Unscale the new gradients, and add the gradients that were set aside.
+        """Unscale the new gradients, and add the gradients that ``begin`` set aside.
 
-        Without ``begin`` all parameters are taken that no open block of another optimizer has.
+        Without ``begin``, the call handles all parameters except parameters in an open block of another optimizer.
 
         Args:
-            scale: 0-dim float32 tensor, by which the gradients are multiplied; None if they are not.
-            found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. Not looked at without scale.
+            scale: the loss scale of the gradients, a 0-dim float32 tensor; None if they are not scaled.
+            found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. Without a scale, no gradient
+                is checked.
             done: identities of parameters to leave alone; only without ``begin``.
         """
-        if self._generation != self.table.generation:  # no ``begin``, or parameters were added after it
+        if self._generation != self.table.generation:  # no ``begin``, or user code added parameters after it
             mine = set(map(id, [slot.param for slot in self._rows])).union(done)
             left = [s for s in self.table.slots if id(s.param) not in mine]
             self._rows += [s for s in left if s.grad.block is None or s.grad.block() is None]
@@ -246,7 +247,7 @@ class Gradients:
         inv_scale = None if scale is None else reciprocal(scale)
         narrow = [s for s in rows if s.fp32 and (g := s.param.grad) is not None and g.dtype in HALF_DTYPES]
         if narrow and inv_scale is None:
-            # Duplicates of an index in a sparse gradient are yet to be added up.
+            # Sparse gradients may have duplicate indices, which must be summed in fp32.
             narrow = [s for s in narrow if not s.narrow or s.grad.saved is not None or s.param.grad.is_sparse]  # type: ignore[union-attr]
         if narrow:
             self._unscale_into(narrow, narrow if inv_scale is None else rows, inv_scale, found_inf)
@@ -266,7 +267,7 @@ class Gradients:
     def _unscale_into(
         self, narrow: list[Slot], rows: list[Slot], inv_scale: torch.Tensor | None, found_inf: torch.Tensor
     ) -> None:
-        """Unscale gradients, some of them into fp32, where what was set aside is added to them.
+        """Unscale gradients, and convert the gradients of ``narrow`` to fp32, including the sum with saved gradients.
 
         Args:
             narrow: the rows whose 16-bit gradients become fp32.
@@ -278,7 +279,7 @@ class Gradients:
         first: dict[int, torch.Tensor] = {}
         for slot in narrow:
             if slot.param.grad.is_sparse:  # type: ignore[union-attr]
-                # Coalesced in fp32, where duplicates of an index cannot overflow.
+                # Sum duplicate indices in fp32, where they cannot overflow.
                 set_grads([slot.param], [slot.param.grad.float().coalesce()])  # type: ignore[union-attr]
             elif slot.grad.saved is not None and not slot.grad.saved.is_sparse:
                 again.append(slot)
@@ -313,7 +314,7 @@ class Gradients:
             if grad is None:
                 set_grads([param], [before])
             elif grad.is_sparse or before.is_sparse or grad.dtype is not before.dtype:
-                # torch adds no sparse tensors of 16 bits, and nothing dense to a sparse one
+                # torch cannot add 16-bit sparse tensors, nor a dense tensor to a sparse tensor
                 first, second = (grad, before) if before.is_sparse else (before, grad)
                 total = widened(first) + widened(second)
                 set_grads([param], [total if slot.fp32 else total.to(before.dtype)])
@@ -324,10 +325,10 @@ class Gradients:
 
     @torch.no_grad()
     def clear_overflow(self) -> torch.Tensor | None:
-        """Set the gradients that are there to zero if one of them holds inf or NaN. Reads no device.
+        """Set all gradients to zero if a gradient holds inf or NaN, without reading the device.
 
         Returns:
-            0-dim float32 tensor, 1.0 if one does; None if there are no gradients.
+            0-dim float32 tensor, 1.0 if a gradient holds inf or NaN; None if there are no gradients.
         """
         grads = self._unscaler.gather(self.table.params)
         if not grads:
@@ -339,10 +340,12 @@ class Gradients:
         return found_inf
 
     def unscale_or_check(self, scale: torch.Tensor, found_inf: torch.Tensor, *, step_checks: bool) -> bool:
-        """Unscale gradients in place. If any has 16 bits, only look for inf and NaN, unless the step does that, too.
+        """Unscale gradients in place, or leave that to the step if a gradient has 16 bits.
+
+        In the second case, check the gradients for inf and NaN, unless the step does (``step_checks``).
 
         Returns:
-            True if unscaling is left to the step, which does it in fp32.
+            True if the step must unscale, which it does in fp32.
         """
         if step_checks and any(p.grad is not None and is_half(p.grad) for p in self.table.params):
             return True
@@ -352,7 +355,7 @@ class Gradients:
         return left
 
     def widen(self) -> None:
-        """Make the gradients fp32 that are to be read in fp32."""
+        """Convert the gradients of parameters with masters to fp32."""
         widen([slot.param for slot in self.table.slots if slot.fp32])
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -363,11 +366,11 @@ class Gradients:
     def unscale_and_clip(
         self, params: Sequence[torch.Tensor], scale: torch.Tensor, found_inf: torch.Tensor, max_norm: float
     ) -> torch.Tensor:
-        """Unscale and clip to a 2-norm, with one read of the gradients. Returns the norm before clipping."""
+        """Unscale and clip to a 2-norm with one read of the gradients, and return the norm before clipping."""
         return self._unscaler.unscale_and_clip(self._unscaler.gather(params), reciprocal(scale), found_inf, max_norm)
 
     def clear(self) -> None:
-        """Forget saved gradients after ``p.grad`` was set to None or zero, perhaps inside of an open block."""
+        """Drop saved gradients after ``zero_grad`` set ``p.grad`` to None or zero, possibly in an open block."""
         for slot in self._rows:
             slot.grad.saved = None
         self._pending = []
@@ -376,7 +379,7 @@ class Gradients:
         for slot in self.table.slots:
             grad = slot.param.grad
             if slot.fp32 and slot.reduced and grad is not None and grad.dtype is not slot.param.dtype:
-                # A wrapper takes only gradients of the parameter's dtype, also if they are zeros.
+                # A wrapper requires gradients of the parameter's dtype, even if they are zero.
                 set_grads([slot.param], [torch.zeros_like(slot.param)])
         self.expect()
         if not (self._rows or self.table.reduces):
@@ -384,15 +387,15 @@ class Gradients:
 
 
 NARROW: weakref.WeakSet[Gradients] = weakref.WeakSet()
-"""The gradients of optimizers that blocks leave in bfloat16."""
+"""The ``Gradients`` of optimizers for which blocks leave gradients in bfloat16."""
 
 
 class WatchedEngine(ImperativeEngine):
-    """torch's engine of backward passes. Gradients that a pass may add to become fp32 before it.
+    """A wrapper of torch's autograd engine that makes gradients fp32 before a pass accumulates into them.
 
-    The engine is the one place that Python goes through: ``Tensor.backward``, ``torch.autograd.backward`` in reentrant
-    checkpoints, compiled autograd, and schedules of pipelines that call ``Variable._execution_engine`` themselves.
-    Passes that C++ or TorchScript begins do not go through it.
+    Every backward pass that Python starts calls the engine: ``Tensor.backward``, ``torch.autograd.backward`` in
+    reentrant checkpoints, compiled autograd, and pipeline schedules that call ``Variable._execution_engine`` directly.
+    Passes that C++ or TorchScript starts do not call it.
 
     Attributes:
         watched: the engine that runs the passes.
@@ -402,7 +405,7 @@ class WatchedEngine(ImperativeEngine):
         self.watched = watched
 
     def run_backward(self, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the pass."""
+        """Run a backward pass."""
         if kwargs.get("accumulate_grad") or args[5:6] == (True,):
             for gradients in list(NARROW):
                 gradients.before_pass(tensors, inside=backward_pass_id() != -1)
@@ -410,7 +413,7 @@ class WatchedEngine(ImperativeEngine):
 
 
 def _watched(engine: Any) -> Any:
-    """Return the engine for passes: one that watches as long as there are gradients in bfloat16."""
+    """Return the engine for backward passes: a ``WatchedEngine`` while blocks leave gradients in bfloat16."""
     live, watches = list(NARROW), isinstance(engine, WatchedEngine)
     if live and not watches:
         return WatchedEngine(engine)

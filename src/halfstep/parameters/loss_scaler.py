@@ -51,7 +51,7 @@ class DeviceLossScaler:
         self.verbose = verbose
         self._late = AsyncReader(2)
         self._overflows = 0
-        self._row: float = 0  # overflows in a row that the host has read; -inf once they were reported
+        self._row: float = 0  # overflows in a row that the host has read; -inf after their report
         self.found: torch.Tensor | None = None
         self._state = self._start(rule.init_scale, 0, 0, torch.device("cpu"))
 
@@ -124,7 +124,7 @@ class DeviceLossScaler:
         stuck = limit is not None and self._stuck >= limit - 1
         # The host reads the flag here, at most once in a row of skips and where the scale is about to collapse.
         if (stuck or (self.verbose and self._row >= 4)) and not capturing(device) and found_inf.item():
-            self._report(limit if stuck else None, blame() if blame is not None else "no gradient was looked at")
+            self._report(limit if stuck else None, blame() if blame is not None else "unknown")
         self._rule.update_(state, found_inf)
         self._present = None
         self._late.post(found_inf, state.scale)
@@ -206,7 +206,7 @@ class DeviceLossScaler:
             self._stuck = self._stuck + 1 if found_inf and self._known_scale <= self._rule.collapse_scale else 0
             if found_inf and self.verbose and (self._overflows <= 5 or self._overflows % 100 == 0):
                 verb = "reducing" if scale < self._known_scale else "keeping"
-                more = f"; skipped step {self._overflows}, then every hundredth is told" * (self._overflows >= 5)
+                more = f"; skipped step {self._overflows}, then every hundredth is logged" * (self._overflows >= 5)
                 logger.info("Gradient overflow. Skipping step, %s %s loss scale to %g%s", self.name, verb, scale, more)
             self._known_scale = scale
 
@@ -218,10 +218,10 @@ class DeviceLossScaler:
             return
         raise LossScaleCollapsed(
             f"Gradients have overflowed {limit} times in a row at a loss scale of {self._rule.collapse_scale:g} or "
-            f"less ({self.name}, now at {self._known_scale:g}), so the scale is not what makes them inf or NaN. First "
-            f"gradient that is not finite: {bad}. If the loss grew before, lower the learning rate, and see that "
-            "zero_grad is called. Otherwise look at the loss and inputs, and for a division, log or sqrt near zero. "
-            "halfstep.diagnose finds where it begins; collapse_after=None of the loss scale turns this check off."
+            f"less ({self.name}, now at {self._known_scale:g}), so the loss scale is not the cause. First gradient "
+            f"that is not finite: {bad}. If the loss grew before, lower the learning rate, and make sure that "
+            "zero_grad is called. Otherwise check the loss, the inputs, and divisions, log or sqrt near zero. "
+            "halfstep.diagnose finds the first inf or NaN; collapse_after=None of the loss scale disables this check."
         )
 
 

@@ -1,4 +1,4 @@
-"""Writes to 16-bit weights that have not reached their plain masters: between two steps, or by a step."""
+"""Writes to 16-bit weights that must be copied to their plain masters: by user code between steps, or by a step."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ __all__ = ["OutsideWrites", "StepWrites"]
 
 logger = logging.getLogger("halfstep")
 
-_IDLE = 60  # steps that change nothing, after which this is said: an optimizer may accumulate gradients, or warm up
-_WRITING = 20  # so many of them does a step stand for that writes to weights, and not to their masters
+_IDLE = 60  # steps without a change before a warning; an optimizer may accumulate gradients or warm up first
+_WRITING = 20  # the number of such steps for which one step counts that changes weights but no masters
 
 
 @elementwise_kernel()
 def honour_kernel(master: Any, weight: Any) -> dict[str, Any]:
-    """``master = weight``, where the value of ``weight`` is its master unless it is not that rounded."""
+    """Write ``master = weight``. The ``weight`` column reads as the master, unless the weight is not its rounding."""
     return {"master": weight}
 
 
 class OutsideWrites:
-    """Writes between two steps: one kernel for each kind of weights copies them into the masters.
+    """Copies user writes to weights into their masters between steps, with one kernel per dtype and device.
 
-    The tables of the kernels are kept, unless a tensor moves in memory: ``p.data = x`` moves one.
+    The tables of the kernels are valid until the memory of a tensor changes, for example by ``p.data = x``.
 
     Args:
         weights: 16-bit weights.
-        masters: the master of each.
+        masters: their masters.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
@@ -47,7 +47,7 @@ class OutsideWrites:
 
     @torch.no_grad()
     def honour(self) -> None:
-        """``master = honoured(master, weight)`` for each pair."""
+        """Write ``master = honoured(master, weight)`` for each pair."""
         if not self._tables or not all(table.renew(mine) for mine, table in self._tables):
             weights, masters = self._weights, self._masters
             kinds = group_rows(weights)
@@ -62,15 +62,17 @@ def _table(weights: list[torch.Tensor], masters: list[torch.Tensor]) -> tuple[li
 
 
 class StepWrites:
-    """Writes of a step to weights instead of masters: an optimizer that keeps its own list of weights makes them."""
+    """Writes of a step to weights instead of masters, by an optimizer that keeps its own list of weights."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Slot, Snapshot, Snapshot]] = []  # weights and masters of these rows
-        self._steps_masters = False  # a step has written to some master
-        self._idle = -1  # grows with steps that changed no master; the first may have changed no version all the same
+        self._before: list[tuple[Slot, Snapshot, Snapshot]] = []  # rows with their weights and masters before the step
+        self._steps_masters = False  # True once a step wrote to any master
+        # Counts steps that changed no master. It starts at -1 because the snapshots of a first step on a GPU compare
+        # versions only, and a fused or foreach step changes no version.
+        self._idle = -1
 
     def begin(self, slots: Sequence[Slot], grads: Sequence[torch.Tensor | None]) -> None:
-        """Before a step: note the weights that have gradients, and masters that no step has written to yet."""
+        """Take snapshots, before a step, of the weights that have gradients and whose masters no step wrote to yet."""
         self._before = []
         for slot, grad in zip(slots, grads, strict=True):
             if grad is not None and slot.master is not None and not slot.steps_master:
@@ -79,10 +81,10 @@ class StepWrites:
                 self._before.append((slot, both[0], both[1]))
 
     def check(self, optimizer: Any) -> None:
-        """After a step of an optimizer whose step is its own: it has to change masters.
+        """Check after a third-party optimizer's step that it wrote to masters.
 
         Raises:
-            UsageError: if the step wrote to a parameter that has a gradient and not to its master.
+            UsageError: if the step wrote to a parameter that has a gradient, but not to its master.
         """
         if not self._before or self._idle >= _IDLE:
             return
@@ -90,25 +92,25 @@ class StepWrites:
         for (_, weight, _), has_moved in zip(self._before, moved, strict=True):
             if weight.versioned and not has_moved:
                 raise UsageError(
-                    f"{type(optimizer).__name__}.step wrote to a 16-bit weight, of shape {tuple(weight.tensor.shape)}, "
-                    "and not to its fp32 master, which is in its param_groups while it steps: it keeps a list of the "
-                    "weights of its own, and small updates would be lost. Have it go through self.param_groups, or "
-                    "train at O1, where the weights are fp32."
+                    f"{type(optimizer).__name__}.step wrote to a 16-bit weight of shape {tuple(weight.tensor.shape)} "
+                    "instead of its fp32 master, which is in param_groups during a step. The optimizer keeps its own "
+                    "list of weights, and small updates would be lost. Let it iterate over self.param_groups, or train "
+                    "at O1, where weights are fp32."
                 )
-        if any(moved) or self._steps_masters:  # a step may leave out some weights
+        if any(moved) or self._steps_masters:  # a step need not update every weight
             return
         self._idle += _WRITING if any(weight.changed for _, weight, _ in self._before) else 1
         if self._idle >= _IDLE:
             logger.warning(
-                "No step of %s has changed an fp32 master so far, although there were gradients. If it steps weights "
-                "by a list or a copy of its own, have it go through self.param_groups, where the masters are while it "
-                "steps. If its learning rate is still 0, or it is still accumulating gradients, all is well.",
+                "No step of %s has changed an fp32 master so far, although there were gradients. If it updates weights "
+                "from its own list or copy, let it iterate over self.param_groups, which hold the masters during a "
+                "step. If its learning rate is still 0, or it is still accumulating gradients, ignore this warning.",
                 type(optimizer).__name__,
             )
 
     @torch.no_grad()
     def end(self) -> None:
-        """After a step: copy what it wrote to weights into their masters, where it left these as they were."""
+        """Copy writes of a step to weights into their masters, if the step did not write to the master."""
         before, self._before = self._before, []
         for slot, weight, master in before:
             if master.written:

@@ -1,8 +1,8 @@
-"""Plain masters: an fp32 copy of each 16-bit parameter, which takes its place in the optimizer during a step only.
+"""Plain masters: fp32 copies of 16-bit parameters, which replace the parameters in the optimizer during a step.
 
-So any optimizer updates fp32 numbers with fp32 state, and at all other times it is an ordinary optimizer over the
-model's parameters. A write of user code to a parameter is found by value: if the parameter is not its master rounded,
-the master becomes the parameter. This is checked before a step, and when masters are read.
+Any optimizer thus updates fp32 values with fp32 state, and outside a step it is an ordinary optimizer over the model's
+parameters. User writes to a parameter are found by value, before a step and when masters are read: if the parameter
+differs from its rounded master, its value is copied to the master.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..core.inner_optimizers import state_holders
 from ..kernels import multi_tensor
 from ..kernels.multi_tensor import TensorGroups
 from ..kernels.storage import honoured
-from .held_masters import settle
+from .held_masters import sync_held_masters
 from .ledger import get_grads, set_grads, widen
 from .master_registry import find_master, is_saved_elsewhere
 from .outside_writes import OutsideWrites, StepWrites
@@ -32,17 +32,17 @@ __all__ = ["Plain", "PlainMasters", "without_masters"]
 
 
 class Plain(Master):
-    """A master that is a tensor of its own.
+    """A master in a separate fp32 tensor.
 
     Args:
         param: the parameter.
-        value: the fp32 value that it starts from.
+        value: the initial fp32 value.
 
     Attributes:
-        tensor: the fp32 value.
-        dtype: the dtype of the parameter when this was made.
-        in_place: True while the tensor has the place of the parameter in an optimizer that steps. Then the parameter
-            is what the master was before the step.
+        tensor: the fp32 value, as a parameter.
+        dtype: the dtype of the parameter when the master was created.
+        in_place: True while the tensor replaces the parameter in the groups of an optimizer that steps. The parameter
+            then still has the value from before the step, so ``read`` must not copy it to the master.
     """
 
     def __init__(self, param: torch.Tensor, value: torch.Tensor) -> None:
@@ -51,14 +51,14 @@ class Plain(Master):
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
-        """The tensor, up to date with what was written to the parameter."""
+        """Return the tensor, after copying user writes to the parameter into it."""
         if not self.in_place:
             self.tensor.copy_(honoured(self.tensor, self.param))
         return self.tensor
 
     @torch.no_grad()
     def write(self, value: torch.Tensor) -> torch.Tensor:
-        """Set the value. Returns what it rounds to."""
+        """Set the value, and return it rounded to the dtype of the parameter."""
         self.tensor.copy_(value)
         return self.tensor.to(self.param.dtype)
 
@@ -68,36 +68,37 @@ class PlainMasters:
 
     Args:
         table: the parameters of the optimizer.
-        originals: the fp32 weights that parameters were rounded from, by the identity of the parameter. Masters start
-            from these, or else from the parameter.
+        originals: the fp32 weights before they were cast, by the ``id`` of the parameter, as the initial values of
+            masters. Other masters start from their parameters.
 
     Attributes:
-        step_writes: the writes of the present step to parameters and not to masters.
-        places: while masters have the places of their parameters, the lists of the groups and what was in them before.
+        step_writes: the writes of the current step to parameters instead of masters.
+        places: while masters are in the groups, pairs of a group's list of parameters and its original content; empty
+            otherwise.
     """
 
     def __init__(self, table: OptimizerTable, originals: dict[int, torch.Tensor] | None = None) -> None:
         self.table = table
-        self._generation = -1  # of the table when the three lists were made
-        self._rows: list[Slot] = []  # that have a master
+        self._generation = -1  # the generation of the table for which the next four lists are valid
+        self._rows: list[Slot] = []  # rows with a master
         self._params: list[torch.Tensor] = []
         self._masters: list[Plain] = []
-        self._tensors: list[torch.nn.Parameter] = []  # of the masters
+        self._tensors: list[torch.nn.Parameter] = []  # the tensors of the masters
         self._outside_writes = OutsideWrites([], [])
         self.places: list[tuple[list[Any], list[Any]]] = []
-        self._grads: list[torch.Tensor | None] = []  # of the masters, while they are in place
-        self._states: dict[int, _States] = defaultdict(_States)  # by the identity of the optimizer
+        self._grads: list[torch.Tensor | None] = []  # the gradients given to masters, while they are in place
+        self._states: dict[int, _States] = defaultdict(_States)  # by the `id` of the optimizer
         self._holders: list[tuple[Any, _States]] = []  # while masters are in place: optimizers whose state is swapped
         self._groups = TensorGroups([])
         self.step_writes = StepWrites()
         table.start(partial(_new_master, table.optimizer, originals or {}), fp32_grads=True)
-        table.new_master = partial(_new_master, table.optimizer, {})  # the rest belongs to other optimizers
+        table.new_master = partial(_new_master, table.optimizer, {})  # other originals belong to other optimizers
 
     def adopt(self) -> None:
-        """Bring the lists up to date with the table.
+        """Update the lists to the table.
 
         Raises:
-            UsageError: if a weight was cast since its master was made.
+            UsageError: if user code cast a weight after its master was created.
         """
         slots = self.table.refresh()
         if self._generation == self.table.generation:
@@ -114,7 +115,7 @@ class PlainMasters:
         self._generation = self.table.generation
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each parameter and its master, up to date with what was written to the parameter."""
+        """Return each parameter with its master, after copying user writes to parameters into the masters."""
         self.adopt()
         if not self.places:
             self._outside_writes.honour()
@@ -123,29 +124,30 @@ class PlainMasters:
     # ---- around a step
 
     def enter(self) -> None:
-        """Let the optimizer see masters in place of parameters, with their gradients and their state."""
+        """Replace parameters by masters in the optimizer's groups and state, and give the gradients to the masters."""
         self.adopt()
         widen(self.table.params)
         self._outside_writes.honour()
         optimizer = self.table.optimizer()
         lists = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
         grads = get_grads(self._params)
-        self.places, self.table.frozen = lists, True  # from here on there is something to undo
+        self.places, self.table.frozen = lists, True  # from here on an interrupt requires `leave`
         for master, grad in zip(self._masters, grads, strict=True):
             master.in_place, master.tensor.grad = True, grad
         self.step_writes.begin(self._rows, grads)
         of = dict(zip(map(id, self._params), self._tensors, strict=True))
         for params, before in lists:
-            params[:] = [of.get(id(p), p) for p in before]  # in place: LBFGS keeps the list
+            params[:] = [of.get(id(p), p) for p in before]  # in place, because LBFGS keeps a reference to the list
         self._holders = [(holder, self._states[id(holder)]) for holder in state_holders(optimizer)]
         for holder, states in self._holders:
             states.swap_in(holder, of)
         self._grads = grads
 
     def leave(self) -> None:
-        """Undo ``enter``, and round every master into its parameter. Does nothing if that is done.
+        """Undo ``enter``, and round every master into its parameter.
 
-        It may be called again after Ctrl-C in ``enter`` or in this, and then does what is left.
+        After Ctrl-C in ``enter`` or ``leave``, call it again to finish; if nothing is left to do, it does nothing. So
+        every line must be safe to run twice, and ``places`` must be cleared last.
         """
         if not self.places:
             return
@@ -155,7 +157,7 @@ class PlainMasters:
             states.swap_out(holder, zip(self._params, self._tensors, strict=True))
         self._holders = []
         for param, master, grad in zip(self._params, self._tensors, self._grads):  # noqa: B905 - may be empty
-            if master.grad is not grad:  # the step has cleared or replaced it
+            if master.grad is not grad:  # the step cleared or replaced it
                 param.grad = None
                 if master.grad is not None:
                     set_grads([param], [master.grad])
@@ -169,14 +171,14 @@ class PlainMasters:
         self.places, self.table.frozen = [], False
 
     def has_in_place(self, key: object) -> bool:
-        """True if an object is a master that has the place of its parameter now."""
+        """True if an object is a master that is currently in the optimizer's groups."""
         return bool(self.places) and any(key is master for master in self._tensors)
 
     # ---- in a checkpoint of the optimizer
 
     def save(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Add the masters that are not saved elsewhere to what ``state_dict()`` of the optimizer returned."""
-        settle(refresh=False)
+        """Add masters to the optimizer's state dict, except masters that a model's state dict contains."""
+        sync_held_masters(refresh=False)
         for param, name in _names(optimizer, saved):
             master = None if is_saved_elsewhere(param) else self.table.master_of(param)
             if master is not None:
@@ -185,7 +187,7 @@ class PlainMasters:
 
     @torch.no_grad()
     def load(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        """Load the masters that ``save``, or a fused optimizer, has added."""
+        """Load the masters that ``save`` or a fused optimizer added to a state dict."""
         for param, name in _names(optimizer, saved):
             state = saved["state"].get(name, {})
             master = self.table.master_of(param)
@@ -195,10 +197,10 @@ class PlainMasters:
 
 @torch.no_grad()
 def _new_master(optimizer: Callable[[], Any], originals: dict[int, torch.Tensor], param: torch.Tensor) -> Plain | None:
-    """The master of a 16-bit parameter that has none, and fp32 state to go with it; None if it is frozen.
+    """Create the master of a 16-bit parameter, and convert its state to fp32; return None if the parameter is frozen.
 
-    A frozen parameter with an original has a master, too: it was trainable before the optimizer was copied.
-    Two optimizers that share a parameter share its master.
+    A frozen parameter with an original gets a master, because it was trainable before the optimizer was copied.
+    Optimizers that share a parameter share its master.
     """
     start = originals.get(id(param))
     if not (param.requires_grad or start is not None):
@@ -209,7 +211,7 @@ def _new_master(optimizer: Callable[[], Any], originals: dict[int, torch.Tensor]
         fp32 = weight.float() if start is None else honoured(start.to(param.device, torch.float32), weight)
         master = Plain(param, fp32)
     state = optimizer().state.get(param) or {}
-    like_float64 = torch.float64, param.shape  # of a parameter that was float64 itself
+    like_float64 = torch.float64, param.shape  # the state of a parameter that was float64 before the cast
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and (is_half(value) or (value.dtype, value.shape) == like_float64):
             state[name] = value.float()
@@ -217,28 +219,28 @@ def _new_master(optimizer: Callable[[], Any], originals: dict[int, torch.Tensor]
 
 
 class _StateByMaster(defaultdict[Any, Any]):
-    """An optimizer's state during a step, which refuses to make an entry for a parameter whose master has its place."""
+    """An optimizer's state during a step. It refuses to create entries for parameters that masters replace."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.masters: dict[int, torch.nn.Parameter] = {}  # by the identity of the parameter; a copy has none
+        self.masters: dict[int, torch.nn.Parameter] = {}  # by the `id` of the parameter; empty in a copy
 
     def __missing__(self, key: Any) -> Any:
         if id(key) in self.masters:
             raise UsageError(
-                f"The state of a 16-bit weight of shape {tuple(key.shape)} was looked up by the weight while its fp32 "
-                "master has its place in the optimizer, which keeps a list of the weights of its own. Have it go "
-                "through self.param_groups, whose parameters are the keys of its state, or train at O1, where the "
-                "weights are fp32."
+                f"The optimizer looked up the state of a 16-bit weight of shape {tuple(key.shape)} during a step, when "
+                "its fp32 master replaces it in param_groups and state: the optimizer keeps its own list of weights. "
+                "Let it iterate over self.param_groups, whose parameters are the keys of its state, or train at O1, "
+                "where weights are fp32."
             )
         return super().__missing__(key)
 
 
 class _States:
-    """An optimizer's state under two sets of keys: by parameter, and by master during a step.
+    """An optimizer's state with two sets of keys: parameters, and masters during a step.
 
-    The entries are the same dicts. Both maps are kept from step to step, because building one hashes every tensor,
-    which is a Python call each.
+    Both maps have the same entries, and are kept between steps, because building a map calls ``Tensor.__hash__``, a
+    Python function, for every key.
     """
 
     def __init__(self) -> None:
@@ -248,7 +250,7 @@ class _States:
         self._entries: list[Any] = []
 
     def swap_in(self, optimizer: torch.optim.Optimizer, of: dict[int, torch.nn.Parameter]) -> None:
-        """Key the state by master."""
+        """Replace the keys of the state by masters."""
         outer = optimizer.state
         if outer is not self._outer or not (_same(outer.values(), self._entries) and _same(outer, self._keys)):
             self._outer, self._keys, self._entries = outer, list(outer), list(outer.values())
@@ -259,12 +261,12 @@ class _States:
     def swap_out(
         self, optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[torch.Tensor, torch.nn.Parameter]]
     ) -> None:
-        """Key the state by parameter, with what the step changed."""
+        """Replace the keys of the state by parameters, and keep the changes of the step."""
         inner = optimizer.state
         if inner is not self._inner or not _same(inner.values(), self._entries):
             params = {id(master): param for param, master in pairs}
             found = {params.get(id(key), key): entry for key, entry in inner.items()}
-            if inner is not self._inner:  # load_state_dict
+            if inner is not self._inner:  # user code called load_state_dict during the step
                 optimizer.state, self._outer = defaultdict(dict, found), None
                 return
             self._outer.clear()
@@ -279,7 +281,7 @@ def _same(now: Iterable[Any], before: list[Any]) -> bool:
 
 
 def without_masters(saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dict of an optimizer as torch's own has it."""
+    """Return an optimizer's state dict without masters, in torch's format."""
     kept = entries(saved["state"])
     if not any(map(_has_master, kept.values())):
         return saved
@@ -300,6 +302,6 @@ def _has_master(state: Any) -> bool:
 
 
 def _names(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> list[tuple[torch.Tensor, Any]]:
-    """The parameters of an optimizer, and their names in a state dict."""
+    """Return pairs of an optimizer's parameter and its key in a state dict."""
     groups = zip(optimizer.param_groups, saved["param_groups"], strict=True)
     return [pair for group, names in groups for pair in zip(group["params"], names["params"], strict=True)]

@@ -1,4 +1,4 @@
-"""A tensor as it was at a moment, so that a later write to it is found, however it was written."""
+"""Snapshots of tensors, which find later writes in any form."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ __all__ = ["Snapshot", "bits"]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a float tensor of 16 or 32 bits as integers: they tell -0 from 0, and a NaN from no other."""
+    """View a 16- or 32-bit float tensor as integers, so that comparison treats -0 and 0 as different, and equal NaNs
+    as equal.
+    """
     return tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
 
 
 class Snapshot:
-    """A tensor as it was when this was made.
+    """The version, and optionally the values, of a tensor at one moment.
 
-    Its version tells what torch has written to it, but a write through ``.data`` changes none, nor do the fused and
-    foreach steps of torch. Values tell it always. On another device than a CPU a look at them waits for the device.
+    The version counts in-place writes by torch, except writes through ``.data`` and by torch's fused and foreach steps.
+    A comparison of values finds every write, but waits for the device unless it is a CPU.
 
     Args:
-        tensor: the tensor; of a sharded one the part that lies here.
+        tensor: the tensor; for a sharded tensor, values are compared for the local shard.
         by_value: False to keep the version only.
 
     Attributes:
         tensor: as given.
-        values: a copy of the values; None without.
+        values: a copy of the values; None if ``by_value`` is False.
     """
 
     def __init__(self, tensor: torch.Tensor, *, by_value: bool = True) -> None:
@@ -35,17 +37,17 @@ class Snapshot:
 
     @property
     def versioned(self) -> bool:
-        """True if torch has counted a write."""
+        """True if torch counted a write."""
         return self.tensor._version != self._version
 
     @property
     def written(self) -> bool:
-        """True if torch has counted a write, or the values are others now."""
+        """True if torch counted a write, or if the values differ."""
         return self.versioned or self.changed
 
     @property
     def changed(self) -> bool:
-        """True if the values are others now; without values, if a write was counted."""
+        """True if the values differ; without values, True if torch counted a write."""
         if self.values is None:
             return self.versioned
         return not torch.equal(bits(local(self.tensor.detach())), bits(self.values))

@@ -1,8 +1,8 @@
-"""Split masters: a bfloat16 weight and an int16 remainder that together are the 32 bits of its fp32 master.
+"""Split masters: a bfloat16 weight and an int16 remainder, which together are the 32 bits of the fp32 master.
 
-They need 2 bytes a parameter, where an fp32 copy needs 4. What is written to the weight from outside
-(``load_state_dict``, an average, a new initialization) stays, because the weight is the upper half of the master. The
-remainder is ``optimizer.state[p]["remainder"]``, so checkpoints hold it. ``kernels.storage`` has the bit arithmetic.
+A remainder takes 2 bytes per parameter, where an fp32 copy takes 4. User writes to the weight (``load_state_dict``, an
+average, a new initialization) reach the master at once, because the weight is the upper half of the master. The
+remainder is ``optimizer.state[p]["remainder"]``, so checkpoints contain it. ``kernels.storage`` has the bit arithmetic.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["InState", "KeepsMasters", "adapt", "entries", "master_value", "take_
 
 @runtime_checkable
 class KeepsMasters(Protocol):
-    """A fused optimizer: it can keep masters in its state.
+    """Interface of fused optimizers, which can keep masters in their state.
 
     Attributes:
-        state: as of any optimizer.
+        state: the state of the optimizer.
         options: the ``FusedOptions``.
         table: the table of its parameters.
     """
@@ -38,14 +38,15 @@ class KeepsMasters(Protocol):
 
 
 class InState(Master):
-    """A master in the state of a fused optimizer, in the form that ``adapt`` gave it.
+    """A master in the state of a fused optimizer, in the form that ``adapt`` chose.
 
     Args:
         param: a parameter of the optimizer.
-        optimizer: a weak reference to the optimizer. Its state is asked each time: users replace and load it.
+        optimizer: a weak reference to the optimizer. Each access looks up its state, because user code may replace or
+            load it.
 
     Attributes:
-        start: the value before the first step, which puts it into the state; None if the parameter says it.
+        start: the value before the first step, which moves it to the state; None if the parameter has the same value.
     """
 
     def __init__(self, param: torch.Tensor, optimizer: Callable[[], KeepsMasters | None]) -> None:
@@ -63,11 +64,11 @@ class InState(Master):
 
     @property
     def exists(self) -> bool:
-        """True if there is a value that the parameter does not say."""
+        """True if the master holds a value that the parameter alone does not determine."""
         return self.param.requires_grad or self.start is not None or not _FORMS.isdisjoint(self._kept()[1])
 
     def read(self) -> torch.Tensor:
-        """A new tensor: the value; without a master, of the parameter."""
+        """Return the value in a new tensor; without a master in the state, the value of the parameter."""
         optimizer, state = self._kept()
         if self.start is None or not _FORMS.isdisjoint(state):
             return master_value(self.param, state)
@@ -77,7 +78,7 @@ class InState(Master):
 
     @torch.no_grad()
     def write(self, value: torch.Tensor) -> torch.Tensor:
-        """Set the value, of any floating dtype. Returns what to write to the parameter."""
+        """Set the value, of any floating-point dtype, and return the value to write to the parameter."""
         param, (optimizer, state) = self.param, self._kept()
         if "master" in state:
             state["master"].copy_(value)
@@ -87,12 +88,12 @@ class InState(Master):
             return rewrapped(high, param)
         elif optimizer.options.master_weights:
             self.start = value.to(param.device, torch.float32, copy=True)
-            if self._splits(optimizer):  # a remainder that is loaded after this belongs to this weight
+            if self._splits(optimizer):  # a remainder that user code loads later belongs to this rounding
                 return rewrapped(split(local(self.start))[0], param)
         return value.to(param.dtype)
 
     def begin(self) -> None:
-        """Put the value into the state: the parameter steps for the first time."""
+        """Move the value to the state, at the first step of the parameter."""
         if self.start is not None:
             state = self._kept()[0].state[self.param]
             if _FORMS.isdisjoint(state):
@@ -100,7 +101,7 @@ class InState(Master):
             self.start = None
 
     def unsaved(self) -> torch.Tensor | None:
-        """The value before the first step."""
+        """Return the value before the first step; None after it."""
         return self.start
 
 
@@ -108,18 +109,18 @@ _FORMS = frozenset(("master", "remainder"))
 
 
 def entries(state: Mapping[Any, Any]) -> dict[Any, dict[str, Any]]:
-    """The entries of ``optimizer.state``, or of the state in a state dict, that are kept for parameters.
+    """Return the entries of ``optimizer.state``, or of the state in a state dict, that belong to parameters.
 
-    torch allows others: a hook may write ``optimizer.state["calls"] = 1``, and torch saves and loads it as it is.
+    torch allows other entries: a hook may set ``optimizer.state["calls"] = 1``, which torch saves and loads unchanged.
     """
     return {key: kept for key, kept in state.items() if isinstance(kept, dict)}
 
 
 def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
-    """Give a parameter the form of master that ``storage`` asks for, keeping the value of the one it has.
+    """Convert the master of a parameter to the form of ``storage``, with the same value.
 
     Args:
-        param: the parameter. Its value can change when one form becomes the other, which rounds ties differently.
+        param: the parameter. A conversion can change it, because the two forms round ties differently.
         state: ``optimizer.state[param]``: ``remainder`` (int16, split), ``master`` (float32, plain) or neither.
         storage: the storage of the parameter's column.
     """
@@ -148,7 +149,7 @@ def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
 
 
 def master_value(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-    """A new float32 tensor: the master of a parameter, from either form in ``optimizer.state[param]``."""
+    """Return the master of a parameter in a new float32 tensor, from either form in ``optimizer.state[param]``."""
     if "master" in state:
         return honoured(state["master"].to(param.device, torch.float32), param.detach())
     if "remainder" in state and param.dtype is torch.bfloat16:
@@ -158,15 +159,15 @@ def master_value(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
 
 @torch.no_grad()
 def take_back_rounding(param: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor) -> None:
-    """Round a weight as its split master is rounded, where a loaded remainder shows that it is that master's.
+    """Round a weight as its split master does, for the elements whose loaded remainder matches that master.
 
-    A model whose fp32 weights were loaded and then cast has its ties rounded to even. The remainder belongs to a weight
+    If user code loads fp32 weights and then casts them, torch rounds ties to even. The remainder belongs to a weight
     whose ties were rounded away from zero.
 
     Args:
         param: the weight, written in place.
-        remainder: int16, as it was loaded.
-        master: the fp32 value of the weight before it was cast, or of the master that the optimizer had.
+        remainder: the loaded int16 remainder.
+        master: the fp32 value of the weight before the cast, or of the optimizer's master.
     """
     weight, remainder = local(param.detach()), remainder.to(param.device)
     high, low = split(local(master))

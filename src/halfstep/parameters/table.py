@@ -1,8 +1,8 @@
-"""One table for each optimizer: a row for each parameter in its groups, with what is known about its gradient.
+"""The table of one optimizer: a row for each parameter in its groups, with its master and the state of its gradient.
 
-``OptimizerTable.refresh`` is the one place that asks whether the parameters are the same as in the last step.
-Everything derived from them (columns here, groups of tensors, rows of kernels) is kept for as long as ``generation``
-stays the same.
+Only ``OptimizerTable.refresh`` checks if the parameters changed since the last step. Everything derived from them
+(columns here, groups of tensors, rows of kernels) is valid as long as ``generation`` stays the same. So code that
+caches such a value must compare ``generation`` before each use, and must call ``refresh`` before it compares.
 """
 
 from __future__ import annotations
@@ -45,37 +45,38 @@ class Reduces(Protocol):
 
 
 REDUCTIONS: list[Reduces] = []
-"""The all-reduces of the living wrappers, in the order in which these were made, which is the same on every rank."""
+"""The communication hooks of all living wrappers, in the order of creation, which is the same on every rank."""
 
 
 class Keeper(Protocol):
-    """Keeps masters of some parameters, or fp32 values of some buffers.
+    """Interface of objects that keep masters of parameters, or fp32 values of buffers.
 
     Attributes:
-        replicated: True if it has all masters, which are then to be the same on every rank.
+        replicated: True if every rank has all masters of the keeper, so that they must be equal on every rank.
     """
 
     replicated: bool
 
     def find(self, param: torch.Tensor) -> Master | None:
-        """The master of a parameter; None if it has none."""
+        """Return the master of a parameter; None if it has none."""
 
     def view(self, param: torch.Tensor) -> torch.Tensor:
-        """The master of a parameter as a parameter; see ``held_masters``."""
+        """Return the master of a parameter as an fp32 parameter; see ``held_masters``."""
 
 
 @dataclass(slots=True, eq=False)
 class GradRecord:
-    """State of the gradient of one parameter, shared by all optimizers that have it, and the place of its master.
+    """The gradient state and the keepers of one parameter, shared by all optimizers that have the parameter.
 
     Attributes:
         saved: the gradient that is set aside while a block is open.
-        block: a weak reference to the open block in which one optimizer has taken the gradient. Until the block is
-            closed, or gone after an interrupt, other optimizers with the same parameter leave its gradient alone.
-        image: before torch 2.13, an fp32 gradient that stands behind the 16-bit ``p.grad``; see ``ledger``.
-        keepers: weak references to what keeps a master of the parameter; see ``master_registry``.
-        saved_by_model: True if the state dict of the model has the master, so the state dict of the optimizer needs
-            none.
+        block: a weak reference to the open block of the optimizer that set the gradient aside. Other optimizers with
+            the same parameter leave the gradient alone until the block closes, or is freed after an interrupt.
+            Otherwise both would unscale it.
+        image: before torch 2.13, the fp32 gradient of which the 16-bit ``p.grad`` is a rounded copy; see ``ledger``.
+        keepers: weak references to the keepers of the parameter's master; see ``master_registry``.
+        saved_by_model: True if the state dict of the model contains the master, so that the state dict of the optimizer
+            does not.
     """
 
     saved: torch.Tensor | None = None
@@ -89,20 +90,20 @@ _RECORDS: MutableMapping[torch.Tensor, GradRecord] = WeakIdKeyDictionary()
 
 
 def record_of(param: torch.Tensor) -> GradRecord:
-    """The record of a parameter's gradient; it lives as long as the parameter."""
+    """Return the record of a parameter's gradient, which lives as long as the parameter."""
     return _RECORDS.get(param) or _RECORDS.setdefault(param, GradRecord())
 
 
 class Master:
-    """The fp32 number behind a 16-bit parameter: beside the optimizer (``plain.py``) or in the state of a fused one
-    (``split.py``). Optimizers that share a parameter share it.
+    """The fp32 value of a 16-bit parameter: outside the optimizer (``plain.py``) or in the state of a fused optimizer
+    (``split.py``). Optimizers that share a parameter share its master.
 
     Args:
-        param: the parameter, which is the master rounded unless something has written to it since. It is not kept
-            alive, because the master of a parameter that was taken out of the optimizer waits for it.
+        param: the parameter. It equals the rounded master unless user code wrote to it. The reference is weak, because
+            the master of a parameter that was removed from the optimizer is kept in case the parameter comes back.
 
     Attributes:
-        held: the form in which user code holds it, for ``held_masters``; None if it does not.
+        held: the master as user code holds it, for ``held_masters``; None if user code does not hold it.
     """
 
     def __init__(self, param: torch.Tensor) -> None:
@@ -118,39 +119,39 @@ class Master:
 
     @property
     def exists(self) -> bool:
-        """True if there is a value that the parameter does not say."""
+        """True if the master holds a value that the parameter alone does not determine."""
         return True
 
     def read(self) -> torch.Tensor:
-        """The value, with what was written to the parameter. It may be the master's own memory."""
+        """Return the value, including user writes to the parameter. The tensor may be the master's own memory."""
         raise NotImplementedError
 
     def write(self, value: torch.Tensor) -> torch.Tensor:
-        """Set the value. Returns what to write to the parameter, in its dtype."""
+        """Set the value, and return the value to write to the parameter, in its dtype."""
         raise NotImplementedError
 
     def unsaved(self) -> torch.Tensor | None:
-        """The value, if the state of the optimizer does not have it."""
+        """Return the value if the state of the optimizer does not contain it; None otherwise."""
         return self.read().detach()
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One parameter of one optimizer.
+    """The row of one parameter of one optimizer.
 
     Attributes:
         param: the parameter.
-        group: the place of its group in ``param_groups``.
+        group: the index of its group in ``param_groups``.
         grad: the record of its gradient.
-        fp32: True if its gradient is to be fp32 although backward passes compute it in 16 bits.
-        narrow: True if the gradient of a pass in a block stays in the bfloat16 that the pass computes it in, unless a
-            loss scale or another gradient makes it fp32. None until ``find_narrow`` has found it.
+        fp32: True if its gradient becomes fp32 although backward passes compute it in 16 bits.
+        narrow: True if a block leaves the gradient in the bfloat16 that the pass computed, unless a loss scale or
+            accumulation makes it fp32. None until ``find_narrow`` decides.
         reduced: True if ranks reduce its gradient, in a wrapper's bucket or because it is sharded. Buckets and shards
-            take gradients of the parameter's own dtype only.
-        since: the generation of the table with which the parameter came to the optimizer.
-        master: the fp32 number behind a 16-bit parameter; None without one, or if another rank has it.
-        steps_master: True once a step has written to the master. A step that has done so always does, so nothing is
-            asked about this weight any more.
+            require gradients of the parameter's own dtype.
+        since: the generation of the table in which the parameter was added to the optimizer.
+        master: the fp32 value of a 16-bit parameter; None if it has no master, or if another rank has it.
+        steps_master: True once a step wrote to the master. Later steps will do the same, so ``StepWrites`` no longer
+            checks this weight.
     """
 
     param: torch.Tensor
@@ -174,16 +175,16 @@ class OptimizerTable:
 
     Attributes:
         optimizer: a weak reference to the optimizer.
-        fp32_grads: True if gradients of 16-bit parameters are to be fp32, because the parameters have masters.
-        always_fp32: True if no block leaves any of them in bfloat16; see ``Slot.narrow``.
-        new_master: makes the master of a 16-bit parameter that has none yet; None if it is to have none.
+        fp32_grads: True if gradients of 16-bit parameters become fp32, because the parameters have masters.
+        always_fp32: True if blocks leave no gradient in bfloat16; see ``Slot.narrow``.
+        new_master: a function that creates the master of a 16-bit parameter; None if parameters have no masters.
         slots: the rows, in the order of the groups.
         params: the parameters of the rows.
-        generation: a number that is unique in the process; it is another one after each change.
+        generation: a number that is unique in the process and changes with every change of the rows.
         reduces: True if ranks reduce the gradient of any row.
-        frozen: True while masters are in the places of parameters: the groups do not say then which these are.
+        frozen: True while the optimizer's groups hold masters instead of parameters, so ``refresh`` must not read them.
 
-    Masters of parameters that were taken out of the optimizer are kept, in case the parameters come back.
+    The table keeps the masters of parameters that user code removed from the optimizer, in case they come back.
     """
 
     optimizer: Callable[[], Any]
@@ -202,14 +203,14 @@ class OptimizerTable:
 
     @classmethod
     def of(cls, optimizer: Any, *, fp32_grads: bool = False) -> OptimizerTable:
-        """The table of an optimizer, which may die before it."""
+        """Return the table of an optimizer, which it does not keep alive."""
         table = cls(weakref.ref(optimizer), fp32_grads)
         table.refresh()
         return table
 
     @classmethod
     def of_params(cls, params: Sequence[torch.Tensor], *, reduced: bool) -> OptimizerTable:
-        """Return a table of parameters with masters, from any optimizers. It never changes.
+        """Return a constant table of parameters with masters, from any optimizers.
 
         Args:
             params: the parameters.
@@ -219,7 +220,7 @@ class OptimizerTable:
         return cls(lambda: None, True, None, slots, list(params), reduces=reduced)
 
     def start(self, new_master: Callable[[torch.Tensor], Master | None] | None, *, fp32_grads: bool) -> list[Slot]:
-        """Make all columns anew, with other masters."""
+        """Recompute all columns, with new masters."""
         self.new_master, self.fp32_grads, self._kinds = new_master, fp32_grads, []
         self._gone.clear()
         for slot in self.slots:
@@ -227,10 +228,10 @@ class OptimizerTable:
         return self.refresh()
 
     def refresh(self) -> list[Slot]:
-        """Bring the rows up to date with the groups, and with the wrappers around parameters.
+        """Update the rows to the optimizer's groups and to the DDP wrappers around the parameters, and return them.
 
-        A parameter is compared by identity, dtype and ``requires_grad``. A slot stays the same object for as long as
-        its parameter is in the optimizer.
+        Parameters are compared by identity, dtype and ``requires_grad``. A slot stays the same object as long as its
+        parameter is in the optimizer.
         """
         optimizer = None if self.frozen else self.optimizer()
         if optimizer is None:
@@ -241,18 +242,18 @@ class OptimizerTable:
         kinds = list(map(_KIND, params))
         if same and kinds == self._kinds and self._wrappers == REDUCTIONS:
             return self.slots
-        known, found, generation = self._by_id, {}, next(_generations)
+        before, found, generation = self._by_id, {}, next(_generations)
         reduced = set(map(id, reduced_params(params)))
         slots = []
         for group, members in enumerate(groups):
             for param in members:
-                slot = known.get(id(param))
+                slot = before.get(id(param))
                 if slot is None:
                     master = self._gone.pop(param, None)
                     slot = Slot(param, group, record_of(param), since=generation, master=master)
                 slot.group, slot.reduced = group, id(param) in reduced
                 slot.fp32 = self.fp32_grads and param.dtype in HALF_DTYPES
-                # Ranks take gradients of the parameter's dtype. Any other may have one in bfloat16 to add up.
+                # Ranks require gradients of the parameter's dtype. Other slots may keep True until `find_narrow`.
                 slot.narrow = None if slot.reduced or not slot.fp32 else slot.narrow or None
                 if slot.master is None and self.new_master is not None and param.dtype in HALF_DTYPES:
                     slot.master = self.new_master(param)
@@ -267,29 +268,29 @@ class OptimizerTable:
         return slots
 
     def find_narrow(self, uses: Mapping[int, int]) -> None:
-        """Find the gradients that stay in bfloat16, for this generation.
+        """Decide for this generation which gradients stay in bfloat16.
 
         Args:
-            uses: in how many places a pass uses each parameter, by identity. If in several, or in none, the gradient is
-                fp32: autograd adds up the gradients of the places in the dtype that it delivers, and a sum in bfloat16
-                is rounded at each of them.
+            uses: the number of times that a pass uses each parameter, by identity. The gradient becomes fp32 unless it
+                is 1: autograd sums the gradients of several uses in the dtype that it delivers, and bfloat16 rounds
+                every addition.
         """
         for slot in self.slots:
             found = slot.fp32 and not slot.reduced and slot.param.dtype is torch.bfloat16 and HAS_GRAD_DTYPE
             slot.narrow = found and not self.always_fp32 and uses.get(id(slot.param)) == 1
 
     def master_of(self, param: torch.Tensor) -> Master | None:
-        """The master of a parameter, also of one that was taken out of the optimizer; None without one."""
+        """Return the master of a parameter, even if it was removed from the optimizer; None if it has none."""
         slot = self._by_id.get(id(param))
         return slot.master if slot is not None else self._gone.get(param) if self._gone else None
 
     def halves(self) -> list[torch.Tensor]:
-        """The parameters of 16 bits."""
+        """Return the 16-bit parameters."""
         return [param for param in self.params if param.dtype in HALF_DTYPES]
 
 
 def reduced_params(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parameters whose gradients ranks reduce: in a wrapper, or sharded."""
+    """Return the parameters whose gradients ranks reduce: parameters in a DDP wrapper, and sharded parameters."""
     if not REDUCTIONS and ORDINARY.issuperset(map(type, params)):
         return []
     in_wrappers = frozenset[int]().union(*(reduction.params for reduction in REDUCTIONS))

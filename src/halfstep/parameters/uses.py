@@ -1,8 +1,9 @@
-"""The parameters that a backward pass reaches, found by walking the graph that autograd has made.
+"""The parameters that a backward pass reaches, found by a walk over the autograd graph.
 
-The gradient of a parameter that is used in several places (tied embeddings, a recurrent cell) is a sum. Autograd adds
-it up in the dtype in which it delivers it, and in bfloat16 each addition rounds to 8 bits. Of a weight of 64 x 64 in 64
-products the sum in bfloat16 is 0.8 % off what float64 gives, and in fp32 0.3 %; of 2 products 0.46 % and 0.43 %.
+If a model uses a parameter several times (tied embeddings, a recurrent cell), its gradient is a sum. Autograd computes
+the sum in the dtype of the gradient that it delivers, and in bfloat16 every addition rounds to 8 bits. For a 64 x 64
+weight in 64 products, the sum differs from float64 by 0.8 % in bfloat16 and by 0.3 % in fp32; in 2 products, by 0.46 %
+and 0.43 %.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ __all__ = ["uses"]
 
 
 def uses(roots: Sequence[Any]) -> Counter[int]:
-    """In how many places the graph of some tensors uses each parameter, by identity.
+    """Count the uses of each parameter in the graph of some tensors, by the ``id`` of the parameter.
 
-    What a graph does not show, such as uses inside of a reentrant checkpoint, is not counted.
+    Uses that the graph does not contain, such as uses inside a reentrant checkpoint, are not counted.
 
     Args:
-        roots: tensors, or edges of a graph, that a pass begins from.
+        roots: the tensors or graph edges from which a pass begins.
     """
     nodes, seen = [getattr(root, "node", None) or root.grad_fn for root in roots], set[Any]()
     found = Counter([*map(id, roots), *_leaves(nodes)])
-    for node in nodes:  # which grows meanwhile
+    for node in nodes:  # the loop appends to this list
         below = [each for each, _ in getattr(node, "next_functions", ())]
         found.update(_leaves(below))
         nodes += set(below) - seen

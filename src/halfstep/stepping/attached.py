@@ -27,7 +27,7 @@ from ..optimizers.base import FusedOptimizer
 from ..optimizers.class_swap import rebase
 from ..optimizers.fuse import FusedTorchOptimizer, fused_base, unfuse
 from ..optimizers.param_rows import SparseGradient
-from ..parameters.held_masters import WITH_MEMORY, settle
+from ..parameters.held_masters import MATERIALIZED, sync_held_masters
 from ..parameters.keeper import MasterKeeper
 from ..parameters.table import REDUCTIONS
 from ..torch_internals.torch_compat import dispatch_mode_count, has_step_hooks
@@ -336,7 +336,7 @@ class AttachedOptimizer:
         flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf
         torch_sgd = isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, FusedOptimizer)
         plain = keeper.plain
-        held = plain is not None or closure is not None or bool(WITH_MEMORY)
+        held = plain is not None or closure is not None or bool(MATERIALIZED)
         with keeper.in_place() if held else nullcontext():
             if flag is not None and torch_sgd and not _start_momentum(optimizer) and flag.item():
                 return self._skip()
@@ -359,8 +359,8 @@ class AttachedOptimizer:
                 if found_inf is not None:
                     del optimizer.grad_scale, optimizer.found_inf
                     vars(optimizer).update(others)
-        if WITH_MEMORY and not held:
-            settle()  # the step may have read masters with ``master_params``
+        if MATERIALIZED and not held:
+            sync_held_masters()  # the step may have read masters with ``master_params``
         flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf  # the step may have set it
         if flag is not None:
             self._latest = flag

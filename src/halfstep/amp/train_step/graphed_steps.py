@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 from ...casting.current import clear_cache
 from ...core.errors import UsageError
 from ...optimizers.base import FusedOptimizer
-from ...parameters.held_masters import settle
+from ...parameters.held_masters import sync_held_masters
 from ...parameters.ledger import get_grads, set_grads
 from ...stepping.attached import attached_to, observers
 from ...stepping.backward import any_overflow
@@ -241,7 +241,7 @@ class GraphedSteps:
                 rate.fill_(lr)
         self._update.replay()
         increment_version(self._params())  # invalidate cached casts of the weights
-        settle()
+        sync_held_masters()
         self._pending = None
 
     def _record(self, function: Callable[[], T]) -> tuple[CudaGraph, T]:

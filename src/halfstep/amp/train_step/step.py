@@ -20,7 +20,7 @@ from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...kernels.shards import placements_of
 from ...optimizers.base import FusedOptimizer
 from ...optimizers.release import release_of
-from ...parameters.held_masters import settle
+from ...parameters.held_masters import sync_held_masters
 from ...parameters.loss_scaler import DeviceLossScaler
 from ...parameters.unscale import Unscaler
 from ...stepping.attached import attached_to
@@ -142,7 +142,7 @@ class TrainStep:
                 "Write step(x, y), or step(*batch)."
             )
         _refuse_release(self.optimizer, self.max_grad_norm, self.accumulate)  # user code may have enabled it
-        settle(refresh=False)  # a recorded step runs no hooks of the model
+        sync_held_masters(refresh=False)  # a recorded step runs no hooks of the model
         signature = self._signature(batch)
         last = self._calls + 1 >= self.accumulate  # user code may have lowered ``accumulate``
         if self._graphed is not None:
