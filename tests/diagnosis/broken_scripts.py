@@ -1,4 +1,4 @@
-"""Sixty training scripts that are broken on purpose: twenty faults, each in three variants of model, level and dtype.
+"""Training scripts that are broken on purpose: 21 faults, each in three variants of model, level and dtype.
 
 A fault is a table of slots of one script. ``<<broken||mended>>`` in a slot is what is wrong, and what the printed fix
 says to write. ``cause`` is a pattern that the first finding must match, as "code severity where message", and ``fix``
@@ -53,7 +53,7 @@ optimizer = @OPTIMIZER@
 
 
 def step():
-    optimizer.zero_grad()
+    @CLEAR@
     @FIRST_OF_STEP@
     @COMPUTE@
     @BACKWARD@
@@ -90,6 +90,7 @@ DEFAULTS = {
     "BEFORE": "",
     "OPTIMIZER": "torch.optim.SGD(model.parameters(), lr=0.05)",
     "AFTER_START": "",
+    "CLEAR": "optimizer.zero_grad()",
     "FIRST_OF_STEP": "",
     "OUTPUT": "model(x)",
     "LOSS": "F.mse_loss(out.float(), y)",
@@ -294,6 +295,7 @@ _NO_SYNC = {
     "OUTPUT": "model(x)",
     "COMPUTE": "<<with model.no_sync():||if True:>>\n    out = model(x)\n    loss = @LOSS@",
 }
+_UNCLEARED = {"CLEAR": "<<||optimizer.zero_grad()>>"}
 _RAW = {"BATCH": "x, more = <<1e5 * x||x>>, ()"}
 
 FAULTS: dict[str, list[tuple[str, str, str, dict[str, str], str, str]]] = {
@@ -397,24 +399,15 @@ FAULTS: dict[str, list[tuple[str, str, str, dict[str, str], str, str]]] = {
         ("cnn", "O3", BF16, _IN_BF16, "HS105", "float"),
         ("attention", "plain", BF16, {**_ENTROPY, "OPTIMIZER": _SMALL.format("SGD", 0.5)}, "HS105", "float"),
     ],
+    "forgotten zero_grad": [
+        ("mlp", "O0", FP32, _UNCLEARED, "HS132 error", "zero_grad"),
+        ("cnn", "O2", FP16, _UNCLEARED, "HS132 error", "zero_grad"),
+        ("attention", "autocast", FP16, {**_UNCLEARED, "SCALE": "256.0"}, "HS132 error", "zero_grad"),
+    ],
     "bad batch": [
-        (
-            "mlp",
-            "O0",
-            FP32,
-            {"BATCH": "x[3, 5] = <<torch.nan||0.0>>"},
-            "(batch|input).*(NaN|inf)|(NaN|inf).*batch",
-            "batch",
-        ),
+        ("mlp", "O0", FP32, {"BATCH": "x[3, 5] = <<torch.nan||0.0>>"}, "batch.*NaN", "batch"),
         ("cnn", "O1", BF16, {"BATCH": "y[7, 1] = <<torch.nan||0.0>>"}, "the loss.*NaN", "target"),
-        (
-            "attention",
-            "O2",
-            FP16,
-            {"BATCH": "x[3, 5] = <<torch.inf||0.0>>"},
-            "(batch|input).*(NaN|inf)|(NaN|inf).*batch",
-            "batch",
-        ),
+        ("attention", "O2", FP16, {"BATCH": "x[3, 5] = <<torch.inf||0.0>>"}, "batch.*inf", "batch"),
     ],
     "denormals": [
         ("mlp", "O2", FP16, _STATIC, "HS1(17|21)", "loss scale"),

@@ -31,7 +31,7 @@ from .rules import apply
 __all__ = ["diagnose", "of_run"]
 
 _RANK = (
-    *("HS122", "HS123", "HS115", "HS124", "HS126", "HS125", "HS106", "HS104", "HS118", "HS105"),
+    *("HS122", "HS123", "HS132", "HS115", "HS124", "HS126", "HS125", "HS106", "HS104", "HS118", "HS105"),
     *("HS120", "HS107", "HS101", "HS102", "HS103", "HS109", "HS117", "HS121", "HS111"),
 )
 """Codes in the order in which one is the cause of a later one; codes that are not here come before HS111."""

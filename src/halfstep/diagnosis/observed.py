@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from ..diagnostics.numerics import Monitor
 from ..diagnostics.numerics.monitor import TENSORS
 from ..diagnostics.observe.ops import FunctionCall
 from ..diagnostics.observe.watch import ModuleCall
-from ..parameters.held_masters import master_of
+from ..parameters.held_masters import master_of, write_master
+from ..parameters.table import record_of
 from ..stepping.attached import AttachedOptimizer, attached_to, observers
 from ..stepping.diagnosis import ClippedGradients
 from ..torch_internals.torch_compat import DisableTorchFunction, tree_flatten
@@ -50,7 +52,7 @@ class Pass:
     Attributes:
         args: the positional arguments of the model.
         kwargs: the keyword arguments.
-        values: parameters, masters and buffers of the model, with their values before the pass.
+        values: parameters and buffers of the model, with their values and those of their masters before the pass.
         random: the state of torch's random numbers before the pass.
         loss: the latest loss of the step.
         output: True if the model returned finite values; None if it has not returned.
@@ -58,15 +60,15 @@ class Pass:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    values: list[tuple[torch.Tensor, torch.Tensor]]
+    values: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
     random: torch.Tensor
     loss: float | None = None
     output: bool | None = None
 
     def put_back(self) -> None:
         """Write the values from before the pass into the model."""
-        for tensor, value in self.values:
-            tensor.data.copy_(value)
+        for tensor, value, master in self.values:
+            tensor.data.copy_(value if master is None or (rounded := write_master(tensor, master)) is None else rounded)
 
 
 class Observed(Forward):
@@ -88,6 +90,7 @@ class Observed(Forward):
         bad: the first pass with a loss or an output that is not finite.
         last: the latest pass.
         found: findings so far.
+        kept: the number of passes that began with gradients of the step before.
     """
 
     def __init__(
@@ -113,7 +116,8 @@ class Observed(Forward):
         self.warned: list[str] = []
         self.repeats_random_numbers = self.stays_on_grid = False
         self._random = torch.get_rng_state()
-        self._passes = 0
+        self._passes = self.kept = self._began = 0  # the last is the number of steps before the latest backward pass
+        self._removals: list[Callable[[], None]] = []
 
     @property
     def model(self) -> nn.Module | None:
@@ -141,8 +145,8 @@ class Observed(Forward):
                 yield
             finally:
                 with DisableTorchFunction():
-                    for monitor in self.monitors:
-                        monitor.detach()
+                    for end in [*self._removals, *(monitor.detach for monitor in self.monitors)]:
+                        end()
                 self.warned = [str(each.message) for each in caught]
 
     # ---- modules and functions
@@ -183,6 +187,8 @@ class Observed(Forward):
         if not trains and self._given is None:
             return False
         self.models.append(model)
+        mine = [p for one, held in params if one in trains for p in held if id(p) in own and p.requires_grad]
+        self._removals += [p.register_hook(partial(self._see_kept, p)).remove for p in mine[-1:]]
         for i, optimizer in enumerate(trains):
             if not any(optimizer is each for each in self.optimizers):
                 self.optimizers.append(optimizer)
@@ -202,9 +208,8 @@ class Observed(Forward):
             drew = not torch.equal(self._random, self.first.random)
             self.repeats_random_numbers = drew and torch.equal(random, self.first.random)
             self.stays_on_grid = on_grid(model)
-        tensors = [*model.parameters(), *model.buffers()]
-        tensors += [master for p in tensors if (master := master_of(p)) is not None]
-        values = [(t, t.detach().clone()) for t in tensors]
+        pairs = [(t, master_of(t)) for t in (*model.parameters(), *model.buffers())]
+        values = [(t, t.detach().clone(), None if master is None else master.clone()) for t, master in pairs]
         self.last = Pass(args, kwargs, values, random)
         if self.first is None:
             self.first = self.last
@@ -223,6 +228,13 @@ class Observed(Forward):
             attached = next(filter(None, map(attached_to, self.optimizers)), None)
             scale = None if attached is None else attached.window.scale
             self.last.loss = float(loss.detach()) / (1.0 if scale is None else float(scale))
+
+    def _see_kept(self, param: torch.Tensor, _: torch.Tensor) -> None:
+        """Look, at the first backward pass after a step, for a gradient that no ``zero_grad`` has cleared."""
+        old = param.grad if (saved := record_of(param).saved) is None else saved  # a block sets gradients aside
+        with DisableTorchFunction():
+            self.kept += self._began < self.steps and old is not None and bool(old.any())
+        self._began = self.steps
 
     def written(self) -> list[nn.Module]:
         """Return the modules beside the models whose parameters were written, such as averages."""

@@ -1,13 +1,12 @@
 """Findings in the observed steps that no other tool looks for: batches, random numbers, ranks, who unscales gradients.
 
-Each rule yields findings. HS123 to HS126 are codes of ``diagnose`` only, and HS122 is one of ``check``, too.
+Each rule yields findings. HS123 to HS126 and HS132 are codes of ``diagnose`` only, and HS122 is one of ``check``, too.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..diagnostics.findings.checking import finding
 from ..diagnostics.findings.facts import Facts
 from ..diagnostics.findings.finding import Finding, Found
-from ..diagnostics.findings.rules_of_model import average_in_16_bits
+from ..diagnostics.findings.rules_of_model import BEGINS, ROUNDED, average_in_16_bits
 from ..torch_internals.torch_compat import tree_flatten
 from .observed import Observed, Pass
 
@@ -33,20 +32,19 @@ def apply(seen: Observed) -> Iterator[Finding]:
         fix = "Set the seed once, before the first step: no torch.manual_seed or set_rng_state within a step."
         yield Finding("HS125", "error", "the step", text, {}, fix)
     if seen.stays_on_grid and all(each.code != "HS112" for each in seen.found):
-        text = "fp32 weights that have stepped hold nothing but 16-bit numbers: something rounds them after each step."
-        fix = "Look for what copies 16-bit weights into them: load_state_dict, .half(), a 16-bit twin of the model."
-        yield Finding("HS112", "warning", "the model", text, {}, fix)
-    for wrapper, sent in seen.wrappers.items():
-        if not sent:
-            text = "Every pass of DistributedDataParallel ran in no_sync(), so ranks never exchange gradients."
+        yield Finding("HS112", "warning", "the model", ROUNDED[0], {}, ROUNDED[1])
+    if seen.kept > 1:
+        text = "A backward pass begins with the gradients of the step before, so the gradients of all steps add up."
+        yield Finding("HS132", "error", "the gradients", text, {}, "Call optimizer.zero_grad() once before each step.")
+    made = [each for each in gc.get_objects() if issubclass(type(each), nn.parallel.DistributedDataParallel)]
+    unused = [each for each in made if any(each.module is one for one in seen.models) and each not in seen.wrappers]
+    for wrapper in [*unused, *(each for each, sent in seen.wrappers.items() if not sent)]:
+        what, fix = "The model is in a DistributedDataParallel that is never called", "Call the wrapper, as model(x)."
+        if wrapper in seen.wrappers:
+            what = "Every pass of DistributedDataParallel ran in no_sync()"
             fix = "Leave no_sync() for the last pass before each step, or drop it."
-            yield Finding("HS126", "error", type(wrapper.module).__name__, text, {}, fix)
-    wrapped = [each for each in gc.get_objects() if issubclass(type(each), nn.parallel.DistributedDataParallel)]
-    for wrapper in wrapped:
-        if any(wrapper.module is each for each in seen.models) and wrapper not in seen.wrappers:
-            text = "The model is in a DistributedDataParallel that is never called, so ranks never exchange gradients."
-            fix = "Call the wrapper, as model(x) instead of model.module(x)."
-            yield Finding("HS126", "error", type(wrapper.module).__name__, text, {}, fix)
+        text = f"{what}, so ranks never exchange gradients."
+        yield Finding("HS126", "error", type(wrapper.module).__name__, text, {}, fix)
 
 
 def _batch(seen: Observed) -> Iterator[Finding]:
@@ -61,7 +59,7 @@ def _batch(seen: Observed) -> Iterator[Finding]:
         if not value.isfinite().all():
             what = "NaN" if value.isnan().any() else "inf"
             text = f"The batch holds {what}: {name} of the model, before any op."
-            yield Finding("HS122", "error", name, text, {}, "Look at the batch and at what prepares it, or skip it.")
+            yield Finding("HS122", "error", name, text, {}, BEGINS["the batch"][1])
         elif value.dtype in HALF_DTYPES and _is_rounded(value):
             text = f"Integers up to {float(value.abs().amax()):g} were rounded: they are in {dtype_name(value.dtype)}."
             fix = "Give the model integers or fp32 for time steps and positions: it casts what it may cast."
@@ -70,21 +68,18 @@ def _batch(seen: Observed) -> Iterator[Finding]:
             text = f"The batch has numbers up to {float(value.abs().amax()):.3g}; above 65504 they are inf in float16."
             yield Finding("HS122", "error", name, text, {}, "Normalize the inputs of the model, or use bfloat16.")
     if seen.bad is not None and one.output and one.loss is not None:
-        what = "NaN" if one.loss != one.loss else "inf"
-        dtype = seen.loss_dtype
+        what, dtype = "NaN" if one.loss != one.loss else "inf", seen.loss_dtype
         if dtype in HALF_DTYPES:
             text = f"The loss is {what}: it is computed in {dtype_name(dtype)}, and what the model returns is finite."
             yield Finding("HS105", "error", "the loss", text, {}, "Compute it from logits.float().")
-            return
-        text = f"The loss is {what} although the model returns finite values: it begins in the loss function."
-        fix = "Look at the target of this batch, and at a log, a division or a sum in the loss; compute it in float()."
-        yield Finding("HS122", "error", "the loss", text, {}, fix)
+        else:
+            text = f"The loss is {what} although the model returns finite values: it begins in the loss function."
+            yield Finding("HS122", "error", "the loss", text, {}, BEGINS["the loss"][1])
 
 
 def _inputs(one: Pass) -> Iterator[tuple[str, torch.Tensor]]:
-    named: list[tuple[str, Any]] = [(f"input {i}", value) for i, value in enumerate(one.args)]
-    for name, value in [*named, *((f"input {name}", value) for name, value in one.kwargs.items())]:
-        yield from ((name, t) for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor) and t.numel())
+    for name, value in [*enumerate(one.args), *one.kwargs.items()]:
+        yield from ((f"input {name}", t) for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor) and t.numel())
 
 
 def _is_rounded(value: torch.Tensor) -> bool:

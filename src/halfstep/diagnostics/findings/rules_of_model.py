@@ -22,7 +22,7 @@ from .facts import Facts, Rules
 from .finding import Found, grouped
 from .forward import is_norm, is_router
 
-__all__ = ["RULES"]
+__all__ = ["BEGINS", "ROUNDED", "RULES"]
 
 _SLOW_AVERAGE = 0.998
 
@@ -183,6 +183,13 @@ def buffers_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
         yield Found("note", listed(list(passes.spared)), text, {"buffers": list(passes.spared)})
 
 
+ROUNDED = (
+    "fp32 weights that have stepped hold nothing but 16-bit numbers: something rounds them after each step.",
+    "Look for what copies 16-bit weights into them: load_state_dict, .half(), a 16-bit twin of the model.",
+)
+"""What is wrong with weights that are fp32 in name only, and what to do."""
+
+
 def fp32_in_name_only(facts: Facts) -> Iterator[Found]:
     """HS112: fp32 tensors whose values all lie on the grid of a 16-bit format, because an op rounds them.
 
@@ -190,29 +197,28 @@ def fp32_in_name_only(facts: Facts) -> Iterator[Found]:
     of modules whose inputs are fp32. Source: Liger-Kernel#1430, TransformerEngine#3193.
     """
     if rounded := facts.stepped_on_grid:
-        text = "fp32 weights that have stepped hold nothing but 16-bit numbers: something rounds them after each step."
-        fix = "Look for what copies 16-bit weights into them: load_state_dict, .half(), a 16-bit twin of the model."
-        yield Found("warning", facts.where(rounded), text, {"tensors": len(rounded)}, fix)
+        yield Found("warning", facts.where(rounded), ROUNDED[0], {"tensors": len(rounded)}, ROUNDED[1])
     if facts.outputs_on_grid:
         text = "fp32 in name only: every value lies on a 16-bit grid, so it was rounded before it became fp32."
         fix = "Cast to fp32 before the computation, not after it."
         yield Found("warning", listed(facts.outputs_on_grid), text, {"outputs": facts.outputs_on_grid}, fix)
 
 
-_BEGINS = {
+BEGINS = {
     "the batch": ("the batch holds it, before any op", "Look at the batch and at what prepares it, or skip it."),
     "the loss": (
         "the loss function makes it of finite values",
         "Look at the target of this batch, and at a log, a division or a sum in the loss; compute it in float().",
     ),
 }
+"""Where inf or NaN begins outside of the model, in words, and what to do."""
 
 
 def loss_not_finite(facts: Facts) -> Iterator[Found]:
     """HS122: inf or NaN in the loss, or in the output of the model, and the module where it begins. Needs ``batch``."""
     if facts.not_finite:
         (place, _), (end, what) = facts.not_finite[0], facts.not_finite[-1]
-        how, fix = _BEGINS.get(place, (f"inf or NaN begins in {place}, whose inputs are finite", ""))
+        how, fix = BEGINS.get(place, (f"inf or NaN begins in {place}, whose inputs are finite", ""))
         text = f"The {'loss' if end == 'the loss' else 'output'} of this batch is {what}: {how}."
         yield Found("error", place, text, {"module": place}, fix)
 
@@ -222,10 +228,8 @@ def fsdp_reduces_in_16_bits(facts: Facts) -> Iterator[Found]:
 
     Without ``reduce_dtype`` gradients are reduced in ``param_dtype``. Source: torch's ``MixedPrecisionPolicy``.
     """
-    modules = []
-    for module, policy in fsdp_policies(facts.modules):
-        if policy.param_dtype in HALF_DTYPES and policy.reduce_dtype in (None, *HALF_DTYPES):
-            modules.append(facts.name_of(module))
+    halves = [(module, policy) for module, policy in fsdp_policies(facts.modules) if policy.param_dtype in HALF_DTYPES]
+    modules = [facts.name_of(module) for module, policy in halves if policy.reduce_dtype in (None, *HALF_DTYPES)]
     if modules:
         text = "FSDP2 adds up the gradients of all ranks in 16 bits."
         yield Found("warning", listed(modules), text, {"modules": modules})

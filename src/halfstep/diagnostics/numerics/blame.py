@@ -81,7 +81,8 @@ def entries_of(
                 found = _error_of_saved(row, right, row.saved, right.saved, norm)
                 errors.append(Error.largest((inherited, found)))
             else:
-                found = _error_of_op(row, right, factor, norm)
+                noise = _summed(right, reference) if row.leaf and row.backward else 0.0
+                found = _error_of_op(row, right, factor, max(norm, noise * factor))
                 errors.append(found)
         if row.passes_on and row.source is None:
             continue
@@ -229,9 +230,22 @@ def _largest_rms(reference: Sequence[LinkedRow]) -> dict[Hashable, float]:
     found: dict[Hashable, float] = defaultdict(float)
     for row in reference:
         if row.leaf and math.isfinite(row.amax):
-            rms = row.saved.rms if row.saved else float(row.sample.double().square().mean().sqrt())
-            found[_family(row)] = max(found[_family(row)], rms)
+            found[_family(row)] = max(found[_family(row)], row.saved.rms if row.saved else _rms(row))
     return found
+
+
+def _rms(row: LinkedRow) -> float:
+    return float(row.sample.double().square().mean().sqrt())
+
+
+def _summed(row: LinkedRow, rows: Sequence[LinkedRow]) -> float:
+    """Compute the size that a sum of gradients has if their signs are random; a smaller sum is exact only to this.
+
+    The gradients of a LayerNorm before a BatchNorm, which takes out mean and scale, are sums that are 0 but for
+    roundoff.
+    """
+    parts = [rows[i] for i in row.inputs if rows[i].backward and len(row.shape) == 1 and math.isfinite(rows[i].amax)]
+    return max((_rms(each) * math.sqrt(each.shape.numel() / row.shape.numel()) for each in parts), default=0.0)
 
 
 def _family(row: LinkedRow) -> Hashable:
