@@ -72,7 +72,7 @@ for step in range(3):
     loss = nn.functional.cross_entropy(model(torch.randn(16, 8).bfloat16()), torch.randint(4, (16,)))
     loss.backward()
     try:
-        optimizer.step()
+        optimizer.step(); optimizer.zero_grad()
     except Exception:
         print("caught")
     print("after", step)
@@ -90,7 +90,7 @@ for step in range(3):
     loss = nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(4, (16,)))
     with amp.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
-    optimizer.step()
+    optimizer.step(); optimizer.zero_grad()
 """
 
 BY_HAND = """
@@ -120,7 +120,7 @@ for step in range(3):
     with torch.autocast("cpu", torch.float16):
         loss = nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(4, (16,)))
     scaler.scale(loss).backward()
-    scaler.step(optimizer)
+    scaler.step(optimizer); optimizer.zero_grad()
     scaler.update()
 """
 
