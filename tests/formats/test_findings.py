@@ -91,10 +91,11 @@ def test_a_training_is_measured_where_it_is_asked_for() -> None:
     halfstep.check(model, batch=x)
     assert places(model) == ["0: input"]
     amp.set_products(model, recipe)  # begins anew
-    with halfstep.numerics.Monitor(model, optimizer):
+    with halfstep.numerics.Monitor(model, optimizer) as monitor:
         (model(x) * g).sum().backward()
         optimizer.step()
     assert places(model) == ["0: input", "0: gradient, tokens"]
+    assert "0: input, 0: gradient, tokens" in [each.where for each in monitor.findings() if each.code == "HS129"]
     amp.set_products(model, recipe)
     found = halfstep.diagnose(lambda: (model(x) * g).sum(), model, optimizer).findings
     assert [each.where for each in found if each.code == "HS129"] == ["0: input, 0: gradient, tokens"]

@@ -22,6 +22,7 @@ from ..core.inner_optimizers import bare
 from ..diagnostics.findings import Finding
 from ..diagnostics.findings.forward import same_random_numbers
 from ..diagnostics.numerics import Comparison, compare_step
+from ..formats.findings import RULES as OF_FORMATS
 from ..stepping.attached import attached_to
 from .answer import Diagnosis
 from .copies import copied
@@ -143,7 +144,8 @@ def _answer(seen: Observed, step: Callable[[], Any] | None = None, *, about: str
         about: a remark, what the first line says of how the steps ran.
     """
     found = [*seen.found, *apply(seen)]
-    found += [each for monitor in seen.monitors for each in monitor.findings()]
+    measured = [each for monitor in seen.monitors for each in monitor.findings()]
+    found += [each for each in measured if each.code not in OF_FORMATS]  # which check has found
     overflow = next((each for each in found if each.code == "HS116" and each.severity == "error"), None)
     known = [each for each in found if each.severity != "note" and each.code != "HS111"]
     if not known or (overflow in known and "HS120" not in overflow.fix and all(e.code != "HS122" for e in known)):

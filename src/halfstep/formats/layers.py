@@ -29,7 +29,8 @@ from ..kernels.shards import is_sharded
 from ..torch_internals.compiler_compat import traced_as_constant
 from ..torch_internals.subclasses import Mixin, subclass_with, superclass_of
 from ..torch_internals.torch_compat import hook_tables, jit_tracing_state
-from .products import History, linear
+from .history import History
+from .products import linear
 from .recipe import ByName, Passes, Products, Recipe, RecipeChoice
 
 __all__ = ["Layer", "LayerTable", "choose", "give_products", "set_products"]

@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,18 +19,16 @@ from torch.autograd.function import once_differentiable
 from ..torch_internals import torch_compat
 from ..torch_internals.torch_compat import functorch_level
 from .format import Format
+from .history import History
 from .measuring import is_measuring, losses_of
 from .quantize import round_to
 from .recipe import Products, divisor
 from .torchao_products import MULTIPLE, scaled_product
 
-__all__ = ["History", "linear", "matmul"]
+__all__ = ["OP", "RoundedTo", "linear", "matmul", "rounded_to", "unrounded"]
 
 _SIGNS = 0x5EED
 """The seed of the random signs of Hadamard transforms: the same in each step and on each rank."""
-
-_HISTORY = 16
-"""The number of latest tensors whose largest value gives a delayed scale."""
 
 
 class _Scratch(threading.local):
@@ -49,65 +47,6 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-
-
-class History:
-    """Facts about a layer's operands in earlier steps: largest values for delayed scales, and what rounding lost.
-
-    Only backward passes note largest values, so that neither an evaluation nor the second forward pass of checkpointing
-    changes a scale. What rounding lost is noted within ``measuring`` alone. Copies and pickles of a layer begin anew,
-    as a layer from a checkpoint does.
-
-    Attributes:
-        delayed: True if scales come from earlier tensors.
-        latest: the largest values of the latest tensors by place: ``"input"``, ``"weight"`` and so on.
-        losses: by place, the share of numbers that saturated and the share of blocks that lost more than half of their
-            numbers, in the latest pass that was measured.
-        noise: by gradient, the norm of the product of operands that are not rounded, and of its difference to it.
-        tokens: the number of rows that the latest measured weight gradient is a sum of.
-    """
-
-    def __init__(self, delayed: bool = False) -> None:
-        self.delayed = delayed
-        self.latest: dict[str, Tensor] = {}
-        self.losses: dict[str, Tensor] = {}
-        self.noise: dict[str, Tensor] = {}
-        self.tokens = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return History, (self.delayed,)
-
-    def scales(
-        self, tensors: Sequence[Tensor], formats: Sequence[Format | None], places: Sequence[str]
-    ) -> list[Tensor | None]:
-        """The largest values that the scales of operands allow for: None for the current ones."""
-        return [
-            self._largest(place, tensor) if self.delayed and format is not None and format.block == "tensor" else None
-            for tensor, format, place in zip(tensors, formats, places, strict=True)
-        ]
-
-    def _largest(self, place: str, tensor: Tensor) -> Tensor:
-        """The largest value of the tensors before this one.
-
-        Without any, and if this one is not finite, it is the value of this one: rounding would hide an overflow.
-        """
-        now, before = _largest(tensor), self.latest.get(place)
-        if before is None or before.device != now.device:
-            return now
-        largest = before.amax()
-        return torch.where(now.isfinite() & (largest > 0), largest, now)
-
-    def note(self, tensors: Sequence[Tensor], places: Sequence[str]) -> None:
-        """Add the largest values of the tensors of a step, unless they are not finite."""
-        for place, now in zip(places, map(_largest, tensors), strict=True) if self.delayed else ():
-            before = self.latest.get(place)
-            if before is None or before.device != now.device:
-                before = now.new_zeros(_HISTORY)
-            self.latest[place] = torch.cat([before[1:], torch.where(now.isfinite(), now, 0.0).view(1)])
-
-
-def _largest(tensor: Tensor) -> Tensor:
-    return tensor.detach().abs().amax().float()
 
 
 @functools.lru_cache(maxsize=32)
@@ -160,7 +99,8 @@ def _product(
     dtype: torch.dtype,
     hadamard: int = 0,
     bias: Tensor | None = None,
-    amax: Sequence[Tensor | None] = (None, None),
+    amax_a: Tensor | None = None,
+    amax_b: Tensor | None = None,
     losses: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """The product of two matrices, or batches of matrices, with the operands rounded to formats.
@@ -174,11 +114,12 @@ def _product(
         dtype: the dtype of the result.
         hadamard: the size of the transform along the sum; 0 for none.
         bias: added in fp32.
-        amax: the largest values that the scales of whole operands allow for; None reads them from the operands.
+        amax_a: the largest value that the scale of the whole first operand allows for; None reads it from the operand.
+        amax_b: likewise of the second operand.
         losses: receives what each rounded operand has lost, by its index, if the product is measured.
     """
     pair, backend = _pair(formats)
-    if pair == (None, None) and not a.is_cpu:
+    if pair == (None, None) and (dtype is torch.float64 or not a.is_cpu):
         a, b = a.to(dtype), b.to(dtype)
     else:
         fit = math.lcm(hadamard or 1, MULTIPLE if backend else 1, *map(divisor, pair))
@@ -186,8 +127,8 @@ def _product(
             a, b = (_padded(each, dim, short) for each, dim in ((a, dim_a), (b, dim_b)))
         if backend and pair != (None, None):
             return scaled_product(a if dim_a == -1 else a.mT, b if dim_b == -1 else b.mT, pair, dtype, bias)
-        a = _operand(a, pair[0], dim_a, 0, dtype, amax[0], hadamard, losses)
-        b = _operand(b, pair[1], dim_b, 1, dtype, amax[1], hadamard, losses)
+        a = _operand(a, pair[0], dim_a, 0, dtype, amax_a, hadamard, losses)
+        b = _operand(b, pair[1], dim_b, 1, dtype, amax_b, hadamard, losses)
     a, b = a if dim_a == -1 else a.mT, b if dim_b == -2 else b.mT
     if bias is None:
         return torch.matmul(a, b).to(dtype)
@@ -198,11 +139,11 @@ def _padded(tensor: Tensor, dim: int, short: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, short) if dim == -1 else (0, 0, 0, short))
 
 
-# Compilers see one op in a product, and do not look into it.
+# Compilers, and what watches a step, see one op in a product, and do not look into it.
 _ops = torch.library.Library("halfstep", "FRAGMENT")
 _ops.define(
     "format_product(Tensor a, Tensor b, int dim_a, int dim_b, str formats, ScalarType dtype, int hadamard, "
-    "Tensor? bias) -> Tensor",
+    "Tensor? bias, Tensor? amax_a=None, Tensor? amax_b=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -223,15 +164,44 @@ def _without_numbers(a: Tensor, b: Tensor, dim_a: int, dim_b: int, formats: str,
 def _of_each(info: Any, dims: Any, a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, int]:
     """The products of a batch of ``torch.vmap``, one by one: each has scales of its own."""
     *facts, bias = rest
-    op: Any = torch.ops.halfstep.format_product
     given = ((a, dims[0]), (b, dims[1]), (bias, dims[-1]))
     each = zip(*([t] * info.batch_size if dim is None else t.unbind(dim) for t, dim in given), strict=True)
-    return torch.stack([op(x, y, *facts, z) for x, y, z in each]), 0
+    return torch.stack([OP(x, y, *facts, z) for x, y, z in each]), 0
 
 
 _ops.impl("format_product", _product, "CompositeExplicitAutograd")
 torch.library.register_fake("halfstep::format_product", _without_numbers, lib=_ops)
 torch.library.register_vmap("halfstep::format_product", _of_each, lib=_ops)
+OP: Any = torch.ops.halfstep.format_product.default
+
+
+class RoundedTo(NamedTuple):
+    """The formats of a product, as a report shows them.
+
+    Attributes:
+        name: their names without further fields, and what computes the product, such as "mxfp8 (emulated)".
+        roundoff: the largest relative error of a normal number in the less precise of them.
+    """
+
+    name: str
+    roundoff: float
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def rounded_to(args: Sequence[Any]) -> RoundedTo | None:
+    """The formats in the arguments of a call of ``OP``; None if it rounds no operand to one."""
+    pair, backend = _pair(args[4])
+    formats = [each for each in pair if each is not None]
+    names = " @ ".join(dict.fromkeys(str(each).partition(",")[0] for each in formats))
+    roundoffs = [2.0 ** -(each.numbers.mantissa + (each.rounding != "stochastic")) for each in formats]
+    return RoundedTo(f"{names} ({backend or 'emulated'})", max(roundoffs)) if formats else None
+
+
+def unrounded(args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of a call of ``OP`` that computes the same product without formats."""
+    return *args[:4], "None @ None", args[5], 0, args[7]
 
 
 def _run(
@@ -246,23 +216,24 @@ def _run(
     places: tuple[str, str] = ("", ""),
     history: History | None = None,
 ) -> Tensor:
-    """``_product``, as one op where a compiler looks; where there is a ``History``, measured and with delayed scales.
+    """``_product``, as one op where a compiler or a watch looks; with a ``History`` measured, and with delayed scales.
 
     Tensors without numbers (on the meta device, or in a ``FakeTensorMode``) also go through the op, which has their
     shapes; no buffer is made of one. So do tensors inside ``torch.func``, for which the op has a rule.
     """
     if _is_traced(a):
-        op: Any = torch.ops.halfstep.format_product
-        return op(a, b, dim_a, dim_b, formats, dtype, hadamard, bias)  # type: ignore[no-any-return]
+        return OP(a, b, dim_a, dim_b, formats, dtype, hadamard, bias)  # type: ignore[no-any-return]
     device = a.device.type
     casts = torch.is_autocast_enabled(device)
     if casts:
         torch.set_autocast_enabled(device, False)
     try:
         with torch_compat.DisableTorchFunction():  # or the op casts of O1 would round the operands again
-            largest = (None, None) if history is None or hadamard else history.scales((a, b), _pair(formats)[0], places)
+            amax = (None, None) if history is None or hadamard else history.scales((a, b), _pair(formats)[0], places)
             losses: dict[int, Tensor] | None = {} if history is not None and is_measuring() else None
-            product = _product(a, b, dim_a, dim_b, formats, dtype, hadamard, bias, largest, losses)
+            if losses is None and _is_watched():
+                return OP(a, b, dim_a, dim_b, formats, dtype, hadamard, bias, *amax)  # type: ignore[no-any-return]
+            product = _product(a, b, dim_a, dim_b, formats, dtype, hadamard, bias, amax[0], amax[1], losses)
             if history is not None and losses is not None:
                 history.losses |= {places[at]: lost for at, lost in losses.items()}
                 gradient = _GRADIENTS.get(places)
@@ -279,6 +250,12 @@ def _run(
 def _is_traced(tensor: Tensor) -> bool:
     """True inside of a compiler or a transform of ``torch.func``, and for a tensor without numbers."""
     return torch.compiler.is_compiling() or functorch_level() is not None or torch_compat.is_fake(tensor)
+
+
+def _is_watched() -> bool:
+    """True where a mode of halfstep watches ops. Modes of others, such as torch's counters of flops, see all ops."""
+    modes = map(torch_compat.dispatch_mode_at, range(torch_compat.dispatch_mode_count()))
+    return any(hasattr(mode, "only_watches") for mode in modes)
 
 
 _PLACES = (("input", "weight"), ("gradient", "weight, backward"), ("gradient, tokens", "input, tokens"))

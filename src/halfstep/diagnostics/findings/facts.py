@@ -6,7 +6,7 @@ A fact costs nothing until a rule reads it; a healthy model costs one walk over 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -222,7 +222,7 @@ class Facts:
         ]
 
 
-Rules = dict[str, tuple[Callable[[Facts], Iterable[Any]], str]]
+Rules = Mapping[str, tuple[Callable[[Facts], Iterable[Any]], str]]
 """By code, the function that yields the rule's results, and the fix for results without one."""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...formats.products import RoundedTo
 from ..observe.ops import Cast
 from ..observe.row import Row
 
@@ -39,7 +40,7 @@ class LinkedRow:
         source: for a cast or a sum, the same sample of its input.
         leaf: True for a parameter or a final gradient, which are measured relative to all parameters of their module.
         wide: True if the op should compute in fp32.
-        emulates: the 16-bit dtype for which an emulated product stands. The row has its result after rounding.
+        emulates: see ``OpCall``. The row has the result after rounding.
         scaled: True if the values include the loss scale of the run.
         saved: the row of a saved run. Its only input then represents all outputs and gradients before it.
     """
@@ -59,7 +60,7 @@ class LinkedRow:
     source: torch.Tensor | None = None
     leaf: bool = False
     wide: bool = False
-    emulates: torch.dtype | None = None
+    emulates: torch.dtype | RoundedTo | None = None
     scaled: bool = False
     saved: Row | None = None
 

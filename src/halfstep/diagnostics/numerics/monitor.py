@@ -15,12 +15,15 @@ from ...casting.scope import NO_CASTING
 from ...core.checks import check_count
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.inner_optimizers import bare
+from ...formats.findings import RULES as OF_FORMATS
 from ...kernels.tensor_table import Number
 from ...optimizers.base import FusedOptimizer
 from ...optimizers.param_rows import ParamRows
 from ...parameters.async_reader import capturing
 from ...stepping.attached import AttachedOptimizer, attached_to, observers
 from ...torch_internals.torch_compat import backward_pass_id, scale_of
+from ..findings.checking import findings_of
+from ..findings.facts import Facts
 from ..findings.finding import Finding, log, logger
 from ..observe.names import ROOT, qualified_names
 from ..observe.row import Row, save_rows
@@ -200,13 +203,16 @@ class Monitor:
     def findings(self) -> list[Finding]:
         """Return the findings from the rows so far, the likely cause first: HS116, HS117, HS120 and HS121.
 
+        For layers with a recipe (``amp.initialize(products=)``), HS128 to HS131 follow: what rounding lost in the
+        latest sampled step.
+
         Waits for outstanding numbers of the device.
         """
         self._poll(wait=True)
         for step in self._steps[self._alarms.counted :]:
             self._alarms.add_counted(step.rows(bins=True))
         log(self._alarms.news(), by="halfstep.numerics.Monitor")
-        return self._alarms.findings()
+        return self._alarms.findings() + findings_of(Facts(self._root, []), OF_FORMATS)
 
     def save(self, path: str | Path) -> None:
         """Write all rows as JSON lines, for ``halfstep.numerics.compare`` and ``load_rows``."""

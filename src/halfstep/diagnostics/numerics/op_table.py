@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...core.dtypes import dtype_name
@@ -19,9 +20,7 @@ from .text import aligned
 
 __all__ = ["CastRow", "OpRow", "OpTable", "op_table"]
 
-_EMULATED = " (emulated)"
-_HALVES = ("bfloat16", "float16")
-_FORMATS = ("float64", "float32", *_HALVES, *(name + _EMULATED for name in _HALVES))
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class OpRow:
         op: the name of the ATen op, such as "addmm".
         backward: True if the backward pass called the op.
         calls: the number of calls, by the dtype of the (first) result. An emulated product, which computes in fp32,
-            is counted under the dtype for which it stands, such as "float16 (emulated)".
+            is counted under the dtype for which it stands, such as "float16 (emulated)", and a product with a recipe as
+            the op "linear" under its formats, such as "mxfp8 (emulated)".
     """
 
     module: str
@@ -95,7 +95,7 @@ class OpTable:
     def __str__(self) -> str:
         shares = ", ".join(f"{count} {dtype}" for dtype, count in sorted(self.by_dtype().items(), key=lambda p: -p[1]))
         found = {dtype for row in self._rows for dtype in row.calls}
-        columns = [dtype for dtype in _FORMATS if dtype in found]
+        columns = [dtype for dtype in _DTYPES if dtype in found] + sorted(dtype for dtype in found if "(" in dtype)
         lines = [f"One step: {sum(self.by_dtype().values())} calls of ops ({shares})"]
         ops: list[list[str]] = [["module", "op", "pass", *columns, *(["other"] if found - set(columns) else [])]]
         for row in self._rows:
@@ -158,8 +158,8 @@ def _op_rows(counted: Mapping[CountedOp, int]) -> list[OpRow]:
         if each.cast is None:
             place = each.module, each.backward, each.op
             row = found.setdefault(place, OpRow(each.module, each.op, each.backward))
-            dtype = each.emulates or each.dtype
-            column = ("none" if dtype is None else dtype_name(dtype)) + _EMULATED * (each.emulates is not None)
+            dtype = (made := each.emulates) or each.dtype
+            column = str(dtype or "none").removeprefix("torch.") + " (emulated)" * isinstance(made, torch.dtype)
             row.calls[column] = row.calls.get(column, 0) + calls
     return list(found.values())
 

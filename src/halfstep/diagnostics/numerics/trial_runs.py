@@ -37,13 +37,16 @@ class _Ended(BaseException):
 @contextmanager
 def _copies(model: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Replace a model's parameters and buffers by the given values within the block; hooks and class may change too."""
-    places: list[tuple[nn.Module, str, torch.Tensor]] = []
+    places: list[tuple[Any, str, Any]] = []
     hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     made: dict[int, torch.Tensor] = {}
     cls = type(model)
     try:
         for module in model.modules():
             hooks += [(table, dict(table)) for table in hook_tables(module)]
+            if (mark := vars(module).get("_products")) is not None:  # a recipe, perhaps with delayed scales
+                places.append((mark.history, "latest", latest := mark.history.latest))
+                mark.history.latest = dict(latest)
             for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
                 if tensor is not None:
                     places.append((module, name, tensor))

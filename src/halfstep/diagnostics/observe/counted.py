@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ...formats.products import RoundedTo
 from .ops import Cast, OpCall, tensors_in
 from .watch import CallWatch
 
@@ -27,7 +28,7 @@ class CountedOp(NamedTuple):
             a floating argument.
         dtype: the dtype of the first result; None if there is none.
         cast: the cast that the op makes; None for any other op.
-        emulates: the 16-bit dtype for which an emulated product stands; None for any other op.
+        emulates: see ``OpCall``.
     """
 
     module: str
@@ -37,7 +38,7 @@ class CountedOp(NamedTuple):
     source: torch.dtype | None
     dtype: torch.dtype | None
     cast: Cast | None
-    emulates: torch.dtype | None
+    emulates: torch.dtype | RoundedTo | None
 
 
 def counting(names: Mapping[nn.Module, str] | None, *, casts: bool = False) -> tuple[CallWatch, Counter[CountedOp]]:

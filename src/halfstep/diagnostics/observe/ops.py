@@ -20,6 +20,7 @@ from ...casting.rules import emulated
 from ...casting.scope import active_casting
 from ...core.oplists.names import spellings
 from ...core.oplists.tables import row_of
+from ...formats.products import OP, RoundedTo, rounded_to, unrounded
 from ...torch_internals.torch_compat import (
     OpOverload,
     TorchDispatchMode,
@@ -59,8 +60,8 @@ _CONVERSIONS = frozenset(("to", "type", "type_as", "half", "bfloat16", "float", 
 
 _PASS_ON = ("torch.", "halfstep.diagnostics.observe.", "halfstep.casting.dispatch")
 
-_OBSERVERS = ("halfstep.diagnostics.numerics.s", "halfstep.diagnostics.findings.")
-"""Modules whose ops look at a step: ``survey``, ``sampled_step``, and what looks at updates."""
+_OBSERVERS = ("halfstep.diagnostics.numerics.s", "halfstep.diagnostics.findings.", "halfstep.formats.history")
+"""Modules whose ops look at a step: ``survey``, ``sampled_step``, what looks at updates, and what delays scales."""
 
 _CHECKS = tuple(f"halfstep.casting.{name}" for name in ("inputs", "finite", "buffers", "operands"))
 _READS = frozenset(("abs", "aminmax", "equal", "max", "round", "_local_scalar_dense"))
@@ -110,7 +111,8 @@ class OpCall(NamedTuple):
         backward: True if a backward pass called the op.
         function: the torch function that called the op; None if there is none, or if functions are not watched.
         cast: the cast that the op makes; None for any other op. Its origin is known if functions are watched.
-        emulates: the 16-bit dtype for which an emulated product stands, which computes in fp32; None for any other op.
+        emulates: the 16-bit dtype for which an emulated product stands, which computes in fp32, or the formats of a
+            product with a recipe; None for any other op.
     """
 
     op: OpOverload
@@ -121,12 +123,12 @@ class OpCall(NamedTuple):
     backward: bool
     function: Callable[..., Any] | None = None
     cast: Cast | None = None
-    emulates: torch.dtype | None = None
+    emulates: torch.dtype | RoundedTo | None = None
 
     @property
     def name(self) -> str:
-        """The name of the op without its namespace and overload, such as ``addmm``."""
-        return _name(self.op)
+        """The name of the op without its namespace and overload, such as ``addmm``; ``linear`` with a recipe."""
+        return "linear" if self.op is OP else _name(self.op)
 
     @property
     def canonical(self) -> str:
@@ -294,6 +296,7 @@ class OpMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._dtype is not None:  # tensors that the op writes to keep their dtype
             args, kwargs = widened(args, kwargs, self._dtype, list(written(func, args, kwargs)))
+            args = unrounded(args) if func is OP else args
         result = func(*args, **kwargs)
         if self._notice is None or _noticing.on:
             return result
@@ -318,10 +321,10 @@ class OpMode(TorchDispatchMode):
         size = source.numel() * source.element_size() + target.numel() * target.element_size()
         return Cast(source.dtype, target.dtype, *self._maker(call), size)
 
-    def _emulated_dtype(self, call: OpCall) -> torch.dtype | None:
+    def _emulated_dtype(self, call: OpCall) -> torch.dtype | RoundedTo | None:
         """Find the dtype for which an emulated product stands, in a backward pass from the product's forward."""
-        if not row_of(call.canonical).kind:
-            return None
+        if call.op is OP or not row_of(call.canonical).kind:
+            return rounded_to(call.args) if call.op is OP else None
         if call.backward and (node := current_node()) is not None:
             return self._emulated.get(node_sequence_number(node))
         rules = (frame.f_locals for frame in _frames() if frame.f_code is emulated.__code__)
