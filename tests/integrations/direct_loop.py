@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import Policy, amp, optimizers
-from halfstep.integrations.recipe import LOSSES
+from halfstep.integrations.training_precision import LOSSES
 
 __all__ = [
     "BATCHES",

@@ -1,4 +1,4 @@
-"""Transformers' Trainer with a recipe trains as the plain loop does, bit for bit."""
+"""Transformers' Trainer with a precision of ours trains as the plain loop does, bit for bit."""
 
 from __future__ import annotations
 
@@ -143,22 +143,22 @@ def test_every_weight_of_a_model_loaded_in_bf16_moves(tmp_path: Path) -> None:
 
     assert moved(Plain(llama(torch.bfloat16), slow, train_dataset=data)) < 0.5
     for level in ("O1", "O2"):
-        recipe = {"level": level, "dtype": "bfloat16"}
-        assert moved(Halfstep(llama(torch.bfloat16), slow, train_dataset=data, halfstep=recipe)) > 0.999
+        precision = {"level": level, "dtype": "bfloat16"}
+        assert moved(Halfstep(llama(torch.bfloat16), slow, train_dataset=data, halfstep=precision)) > 0.999
 
 
 @pytest.mark.parametrize(
     ("level", "dtype", "loaded"),
     [
-        *((*recipe, torch.float32) for recipe in RECIPES),
+        *((*precision, torch.float32) for precision in RECIPES),
         *((level, dtype, torch.bfloat16) for level, dtype in RECIPES if dtype == "bfloat16"),
     ],
 )
 def test_resumes_bit_for_bit(level: str, dtype: str, loaded: torch.dtype, tmp_path: Path) -> None:
     def trainer() -> Halfstep:
         options = arguments(tmp_path, save_strategy="steps", save_steps=3)
-        recipe = {"level": level, "dtype": dtype}
-        return Halfstep(llama(loaded), options, train_dataset=sentences(), halfstep=recipe)
+        precision = {"level": level, "dtype": dtype}
+        return Halfstep(llama(loaded), options, train_dataset=sentences(), halfstep=precision)
 
     whole = trainer()
     whole.train()
@@ -178,8 +178,8 @@ def tied() -> Any:
 @pytest.mark.parametrize("build", [llama, tied])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_what_is_saved_agrees_with_its_config_and_holds_the_masters(level: str, build: Any, tmp_path: Path) -> None:
-    recipe = {"level": level, "dtype": "bfloat16"}
-    trainer = Halfstep(build(), arguments(tmp_path), train_dataset=sentences(), halfstep=recipe)
+    precision = {"level": level, "dtype": "bfloat16"}
+    trainer = Halfstep(build(), arguments(tmp_path), train_dataset=sentences(), halfstep=precision)
     trainer.train()
     trainer.save_model(str(tmp_path / "by the trainer"))
     trainer.model.save_pretrained(tmp_path / "by the model")
@@ -202,8 +202,8 @@ def test_adapters_train_in_fp32_on_a_frozen_bf16_base(level: str, tmp_path: Path
         model = peft.get_peft_model(llama(torch.bfloat16), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
         assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
         options = arguments(tmp_path, learning_rate=1e-5, save_strategy="steps", save_steps=3)
-        recipe = {"level": level, "dtype": "bfloat16"}
-        return Halfstep(model, options, train_dataset=sentences(), halfstep=recipe)
+        precision = {"level": level, "dtype": "bfloat16"}
+        return Halfstep(model, options, train_dataset=sentences(), halfstep=precision)
 
     whole = trainer()
     frozen = {name: p.clone() for name, p in whole.model.named_parameters() if not p.requires_grad}
@@ -222,8 +222,8 @@ def test_adapters_train_in_fp32_on_a_frozen_bf16_base(level: str, tmp_path: Path
 
 def test_a_skipped_step_advances_no_schedule(tmp_path: Path) -> None:
     scaler = amp.GradScaler(init_loss_scaling=2.0**120, decr_ratio=2.0**-60, decr_every_n_nan_or_inf=1)
-    recipe = {"level": "O2", "dtype": "float16", "scaler": scaler}
-    trainer = Halfstep(llama(), arguments(tmp_path), train_dataset=sentences(), halfstep=recipe)
+    precision = {"level": "O2", "dtype": "float16", "scaler": scaler}
+    trainer = Halfstep(llama(), arguments(tmp_path), train_dataset=sentences(), halfstep=precision)
     trainer.train()
     skipped = round(math.log2(2.0**120 / scaler.get_scale()) / 60)
     assert skipped == 2

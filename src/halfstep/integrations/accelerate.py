@@ -13,7 +13,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 
 from ..core.errors import UsageError
-from .recipe import Recipe
+from .training_precision import Level, TrainingPrecision
 
 __all__ = ["HalfstepAccelerator", "HalfstepOptimizer", "attach"]
 
@@ -21,13 +21,13 @@ __all__ = ["HalfstepAccelerator", "HalfstepOptimizer", "attach"]
 class HalfstepOptimizer(AcceleratedOptimizer):
     """The optimizer that ``prepare`` returns."""
 
-    recipe: Recipe
+    precision: TrainingPrecision
     _result: Any = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step at the end of an accumulation window, unless the gradients overflowed."""
         if self.gradient_state.sync_gradients:
-            self._result = self.recipe.step(self.optimizer, *(() if closure is None else (closure,)))
+            self._result = self.precision.step(self.optimizer, *(() if closure is None else (closure,)))
 
     @property
     def step_was_skipped(self) -> bool:
@@ -51,7 +51,7 @@ def _with_bare_optimizers(method: Any) -> Any:
 class HalfstepAccelerator(Accelerator):
     """The class of an accelerator after ``attach``."""
 
-    halfstep: Recipe
+    halfstep: TrainingPrecision
     save_state = _with_bare_optimizers(Accelerator.save_state)
     load_state = _with_bare_optimizers(Accelerator.load_state)
 
@@ -76,7 +76,7 @@ class HalfstepAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer as Accelerate does, and make it a ``HalfstepOptimizer``."""
         made = super().prepare_optimizer(optimizer, device_placement)
-        made.__class__, made.recipe = HalfstepOptimizer, self.halfstep
+        made.__class__, made.precision = HalfstepOptimizer, self.halfstep
         return made
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -103,10 +103,11 @@ def _new(base: type) -> Any:
     return object.__new__(type("HalfstepAccelerator", (HalfstepAccelerator, base), {}))
 
 
-def attach(accelerator: Accelerator, level: Recipe | str = "O1", dtype: Any = None, **options: Any) -> Any:
+def attach(accelerator: Accelerator, level: Level = "O1", dtype: Any = None, **options: Any) -> Any:
     """Give an accelerator the casts, masters and loss scale of halfstep, before it prepares anything.
 
-    The arguments are the ones of ``halfstep.integrations.recipe.Recipe``; the recipe becomes ``accelerator.halfstep``.
+    The arguments are the ones of ``halfstep.integrations.training_precision.TrainingPrecision``; the precision becomes
+    ``accelerator.halfstep``.
 
     Raises:
         UsageError: for an accelerator that casts or steps by itself, or has already prepared an object.
@@ -118,7 +119,7 @@ def attach(accelerator: Accelerator, level: Recipe | str = "O1", dtype: Any = No
         raise UsageError(f"{kind} keeps weights in its own way; attach takes one process, DDP and FSDP version 2.")
     if accelerator._models or accelerator._optimizers:
         raise UsageError("attach() comes before accelerator.prepare(), and something is prepared already.")
-    recipe = Recipe.of(level, dtype, **options)
+    precision = TrainingPrecision.of(level, dtype, **options)
     accelerator.__class__ = type(_new(type(accelerator)))
-    accelerator.halfstep, accelerator.scaler = recipe, recipe.scaler
+    accelerator.halfstep, accelerator.scaler = precision, precision.scaler
     return accelerator

@@ -13,26 +13,26 @@ from torch import nn
 
 from .. import amp
 from ..core.errors import UsageError
-from .recipe import Recipe
+from .training_precision import Level, TrainingPrecision
 
-__all__ = ["HalfstepFabricPrecision", "RecipePrecision"]
+__all__ = ["BasePrecision", "HalfstepFabricPrecision"]
 
 
-class RecipePrecision(Precision):
-    """The common base for Trainer and Fabric; its arguments are the ones of ``halfstep.integrations.recipe.Recipe``."""
+class BasePrecision(Precision):
+    """The common base for Trainer and Fabric; for its arguments, see ``TrainingPrecision``."""
 
-    def __init__(self, level: Recipe | str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
-        self._recipe = Recipe.of(level, dtype, **options)
-        self.scaler, self.precision = self._recipe.scaler, self._recipe.name
+    def __init__(self, level: Level = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
+        self._precision = TrainingPrecision.of(level, dtype, **options)
+        self.scaler, self.precision = self._precision.scaler, self._precision.name
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast the weights."""
-        return self._recipe.cast(module)
+        return self._precision.cast(module)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Enter the casting scope of the recipe."""
-        with self._recipe.scope():
+        """Enter the casting scope of the precision."""
+        with self._precision.scope():
             yield
 
     def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -48,7 +48,7 @@ class RecipePrecision(Precision):
         self.scaler.load_state_dict(state_dict)
 
 
-class HalfstepFabricPrecision(RecipePrecision):
+class HalfstepFabricPrecision(BasePrecision):
     """The precision plugin of a Fabric. At O2 call ``prepare`` before ``fabric.setup``, which hides the optimizer.
 
     ::
@@ -58,16 +58,16 @@ class HalfstepFabricPrecision(RecipePrecision):
         model, optimizer = fabric.setup(*precision.prepare(model, optimizer))
 
     Args:
-        level: a level or a recipe; see ``halfstep.integrations.recipe.Recipe``.
-        dtype: see ``Recipe``.
-        **options: see ``Recipe``.
+        level: a level or a ``TrainingPrecision``; see ``halfstep.integrations.training_precision.TrainingPrecision``.
+        dtype: see ``TrainingPrecision``.
+        **options: see ``TrainingPrecision``.
     """
 
     def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[Any, ...]:
         """Cast a model and give masters to its optimizers; returns all of them."""
-        self._recipe.cast(model)
+        self._precision.cast(model)
         for optimizer in optimizers:
-            self._recipe.give_masters(optimizer)
+            self._precision.give_masters(optimizer)
         return model, *optimizers
 
     def convert_output(self, data: Any) -> Any:
@@ -85,9 +85,9 @@ class HalfstepFabricPrecision(RecipePrecision):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, unless the gradients overflowed. The truth value of the result says if the step was taken."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if not amp.has_masters(optimizer) and any(p.dtype is self._recipe.half and p.requires_grad for p in params):
+        if not amp.has_masters(optimizer) and any(p.dtype is self._precision.half and p.requires_grad for p in params):
             raise UsageError(
                 f"This {type(optimizer).__name__} has 16-bit parameters and no masters, so small updates would be "
                 "lost. Write fabric.setup(*precision.prepare(model, optimizer))."
             )
-        return self._recipe.step(optimizer, **kwargs)
+        return self._precision.step(optimizer, **kwargs)

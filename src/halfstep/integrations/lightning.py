@@ -13,14 +13,14 @@ from torch import nn
 
 from .. import amp
 from ..core.errors import UsageError
-from .fabric import HalfstepFabricPrecision, RecipePrecision
+from .fabric import BasePrecision, HalfstepFabricPrecision
 from .figures import figures
-from .recipe import Recipe
+from .training_precision import Level
 
 __all__ = ["HalfstepCallback", "HalfstepFabricPrecision", "HalfstepPrecision"]
 
 
-class HalfstepPrecision(RecipePrecision, Precision):
+class HalfstepPrecision(BasePrecision, Precision):
     """The precision plugin of a Trainer.
 
     ::
@@ -31,12 +31,12 @@ class HalfstepPrecision(RecipePrecision, Precision):
     advance a schedule whose interval is "step".
 
     Args:
-        level: a level or a recipe; see ``halfstep.integrations.recipe.Recipe``.
-        dtype: see ``Recipe``.
-        **options: see ``Recipe``.
+        level: a level or a ``TrainingPrecision``; see ``halfstep.integrations.training_precision.TrainingPrecision``.
+        dtype: see ``TrainingPrecision``.
+        **options: see ``TrainingPrecision``.
     """
 
-    def __init__(self, level: Recipe | str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
+    def __init__(self, level: Level = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
         super().__init__(level, dtype, **options)
         self._results: dict[int, Any] = {}  # id of an optimizer -> the result of its latest step
         self._patches = ExitStack()
@@ -44,14 +44,14 @@ class HalfstepPrecision(RecipePrecision, Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast the weights. Lightning calls step methods of the module, and only these call the networks in it."""
         parts = [child for child in module.children() if next(child.parameters(), None) is not None]
-        return self._recipe.cast(module, parts)
+        return self._precision.cast(module, parts)
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Give masters to the optimizers; Lightning has wrapped the model by now."""
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise UsageError("LBFGS evaluates its closure many times a step, which Lightning's hooks do not allow.")
-            self._recipe.give_masters(optimizer)
+            self._precision.give_masters(optimizer)
         module = getattr(model, "module", model)
         averages = [c for c in module.trainer.callbacks if isinstance(c, getattr(callbacks, "WeightAveraging", ()))]
         if averages and any(map(amp.has_masters, optimizers)):
@@ -96,7 +96,7 @@ class HalfstepPrecision(RecipePrecision, Precision):
             return loss
         self.scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)
-        self._results[id(optimizer)] = self._recipe.step(optimizer, **kwargs)
+        self._results[id(optimizer)] = self._precision.step(optimizer, **kwargs)
         return loss
 
 

@@ -16,7 +16,7 @@ from timm.utils.clip_grad import dispatch_clip_grad
 from torch import nn
 
 from .. import amp, optimizers
-from .recipe import Recipe
+from .training_precision import Level, TrainingPrecision
 
 __all__ = ["HalfstepScaler"]
 
@@ -44,26 +44,26 @@ class HalfstepScaler:
         loss_scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
 
     Args:
-        level: a level or a recipe; see ``halfstep.integrations.recipe.Recipe``.
-        dtype: see ``Recipe``.
-        **options: see ``Recipe``.
+        level: a level or a ``TrainingPrecision``; see ``halfstep.integrations.training_precision.TrainingPrecision``.
+        dtype: see ``TrainingPrecision``.
+        **options: see ``TrainingPrecision``.
     """
 
     state_dict_key = "amp_scaler"
 
-    def __init__(self, level: Recipe | str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
-        self._recipe = Recipe.of(level, dtype, **options)
-        self.scaler = self._recipe.scaler
+    def __init__(self, level: Level = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
+        self._precision = TrainingPrecision.of(level, dtype, **options)
+        self.scaler = self._precision.scaler
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Cast a model and give masters to its optimizer; both are changed in place."""
-        self._recipe.cast(model)
-        self._recipe.give_masters(optimizer)
+        self._precision.cast(model)
+        self._precision.give_masters(optimizer)
         return model, optimizer
 
     def autocast(self) -> Any:
         """Return the casting scope for a forward pass and its loss; timm's scripts call it ``amp_autocast``."""
-        return self._recipe.scope()
+        return self._precision.scope()
 
     def __call__(
         self,
@@ -85,13 +85,13 @@ class HalfstepScaler:
             return None
         if clip_grad is not None:
             self._clip(optimizer, clip_grad, clip_mode, parameters)
-        return self._recipe.step(optimizer)
+        return self._precision.step(optimizer)
 
     def _clip(self, optimizer: Any, value: float, mode: str, parameters: Iterable[torch.Tensor] | None) -> None:
         own = [param for group in optimizer.param_groups for param in group["params"]]
         chosen = own if parameters is None else list(parameters)
         self.scaler.unscale_(optimizer)
-        if mode == "norm" and self._recipe.has_masters_of(optimizer, chosen):
+        if mode == "norm" and self._precision.has_masters_of(optimizer, chosen):
             optimizer.clip_master_grads(value)
             return
         masters = {id(param): master for param, master in zip(own, amp.master_params(optimizer), strict=True)}

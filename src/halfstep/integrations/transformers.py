@@ -40,7 +40,8 @@ class HalfstepMixin:
 
     Args:
         *args: positional arguments of the trainer.
-        halfstep: a dict with arguments of ``halfstep.integrations.recipe.Recipe``; None for the defaults.
+        halfstep: a dict with arguments of ``halfstep.integrations.training_precision.TrainingPrecision``; None for the
+            defaults.
         monitor: any object whose ``latest()`` returns a dict of numbers, which is logged as well.
         **kwargs: keyword arguments of the trainer.
     """
@@ -51,7 +52,7 @@ class HalfstepMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Attach the recipe to the trainer's accelerator."""
+        """Attach the precision to the trainer's accelerator."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         attach(self.accelerator, **self._halfstep)  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType, NoneType
-from typing import Any
+from typing import Any, Union
 from weakref import WeakSet
 
 import torch
@@ -24,17 +24,21 @@ from ..core.errors import ArgumentValueError, UsageError
 from ..core.oplists.tables import OPS
 from ..core.policy import Policy
 
-__all__ = ["LOSSES", "Recipe"]
+__all__ = ["LOSSES", "Level", "TrainingPrecision"]
 
 LOSSES = frozenset(op.name for op in OPS.values() if op.reason == "loss")
 """Ops that run in fp32 at O2, because trainers compute losses in their steps and not inside the model."""
 
+Level = Union["TrainingPrecision", str]
+"""The level argument of an adapter: "O0", "O1", "O2" or a ``TrainingPrecision``."""
 
-class Recipe:
+
+class TrainingPrecision:
     """A level or a policy, with a loss scale.
 
     A trainer calls ``cast`` and ``give_masters`` once, and ``scope``, ``scaler.scale`` and ``step`` for each batch. All
-    five do nothing in ``Recipe("O0")``. Subclasses override some of them, and adapters take an instance as their level.
+    five do nothing in ``TrainingPrecision("O0")``. Subclasses override some of them, and adapters take an instance as
+    their level.
 
     Args:
         level: "O0", "O1" or "O2", as in ``amp.auto_cast`` and ``amp.decorate``.
@@ -76,7 +80,7 @@ class Recipe:
         products: RecipeChoice = None,
     ) -> None:
         if level not in ("O0", "O1", "O2"):
-            raise ArgumentValueError(f"level={level!r} must be O0, O1 or O2. Any other recipe is a policy=.")
+            raise ArgumentValueError(f"level={level!r} must be O0, O1 or O2. For any other precision, pass policy=.")
         check_kind("scaler", scaler, (amp.GradScaler, NoneType), "a halfstep.amp.GradScaler")
         check_kind("policy", policy, (Policy, NoneType), "a halfstep.Policy")
         if policy is not None:
@@ -101,15 +105,15 @@ class Recipe:
         self.__setstate__({})
 
     @classmethod
-    def of(cls, level: Recipe | str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> Recipe:
-        """Return ``level`` if it is a recipe, else the recipe of the arguments.
+    def of(cls, level: Level = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> TrainingPrecision:
+        """Return ``level`` if it is a ``TrainingPrecision``, else build one from the arguments.
 
         Raises:
-            UsageError: for a recipe together with other arguments.
+            UsageError: for a ``TrainingPrecision`` together with other arguments.
         """
-        if isinstance(level, Recipe) and (dtype is not None or options):
+        if isinstance(level, TrainingPrecision) and (dtype is not None or options):
             raise UsageError(f"Give dtype={dtype} and {options} to the {type(level).__name__}, not beside it.")
-        return level if isinstance(level, Recipe) else cls(level, dtype, **options)
+        return level if isinstance(level, TrainingPrecision) else cls(level, dtype, **options)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out models and weights, which belong to this process: pickled optimizers refer to this recipe."""
@@ -122,7 +126,7 @@ class Recipe:
 
     @property
     def casts_weights(self) -> bool:
-        """True if the recipe casts weights to 16 bits."""
+        """True if the precision casts weights to 16 bits."""
         return self._level == "O2" if self._policy is None else self._policy.param_dtype is self.half
 
     def scope(self) -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from halfstep import DynamicLossScale, Policy, amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
-from halfstep.integrations.recipe import Recipe
+from halfstep.integrations.training_precision import TrainingPrecision
 from tests.integrations import direct_loop as direct
 from tools.code_lines import code_lines
 
@@ -23,72 +23,72 @@ ADAPTERS = Path(__file__).parents[2] / "src" / "halfstep" / "integrations"
 TRAINERS = {"accelerate", "lightning", "lightning_utilities", "timm", "transformers"}
 
 
-def train(recipe: Recipe, data: Any) -> direct.Trained:
-    model = recipe.cast(direct.classifier())
+def train(precision: TrainingPrecision, data: Any) -> direct.Trained:
+    model = precision.cast(direct.classifier())
     optimizer = direct.optimizer_of("AdamW", model.parameters())
-    recipe.give_masters(optimizer)
+    precision.give_masters(optimizer)
     losses = []
     for x, y in data:
-        with recipe.scope():
+        with precision.scope():
             loss = F.cross_entropy(model(x), y)
         losses.append(loss.item())
-        recipe.scaler.scale(loss).backward()
-        recipe.step(optimizer)
+        precision.scaler.scale(loss).backward()
+        precision.step(optimizer)
         optimizer.zero_grad()
     weights = [p.detach().clone() for p in amp.master_params(optimizer)]
-    return direct.Trained(losses, weights, recipe.scaler.get_scale())
+    return direct.Trained(losses, weights, precision.scaler.get_scale())
 
 
 @pytest.mark.parametrize(("level", "dtype"), direct.RECIPES)
-def test_a_recipe_is_decorate_auto_cast_and_grad_scaler(level: str, dtype: str) -> None:
+def test_a_precision_is_decorate_auto_cast_and_grad_scaler(level: str, dtype: str) -> None:
     data = direct.batches(overflow_at=2 if dtype == "float16" else None)
-    direct.same(train(Recipe(level, dtype), data), direct.train(level, dtype, data=data))
+    direct.same(train(TrainingPrecision(level, dtype), data), direct.train(level, dtype, data=data))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_loss_in_a_step_of_a_trainer_is_fp32(level: str) -> None:
-    recipe = Recipe(level, "bfloat16")
-    model = recipe.cast(direct.classifier())
+    precision = TrainingPrecision(level, "bfloat16")
+    model = precision.cast(direct.classifier())
     x, y = direct.batches(1)[0]
-    with recipe.scope():
+    with precision.scope():
         output = model(x)
         assert nn.functional.cross_entropy(output.bfloat16(), y).dtype is torch.float32
     if level == "O2":
-        with Recipe(level, "bfloat16", custom_white_list={"cross_entropy"}).scope():
+        with TrainingPrecision(level, "bfloat16", custom_white_list={"cross_entropy"}).scope():
             assert nn.functional.cross_entropy(output.bfloat16(), y).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_policy_is_what_initialize_makes_of_it(level: str) -> None:
     policy = Policy.from_level(level, "bfloat16").replace(loss_scale=DynamicLossScale(init_scale=64.0))
-    mine = train(Recipe(policy=policy), direct.batches())
+    mine = train(TrainingPrecision(policy=policy), direct.batches())
     direct.same(mine, direct.train_by_policy(policy))
 
 
 def test_models_are_cast_once_and_optimizers_get_masters_once() -> None:
-    recipe = Recipe("O2", "bfloat16")
-    model = recipe.cast(direct.classifier())
+    precision = TrainingPrecision("O2", "bfloat16")
+    model = precision.cast(direct.classifier())
     hooks = len(model._forward_pre_hooks)
-    assert recipe.cast(model) is model
+    assert precision.cast(model) is model
     assert len(model._forward_pre_hooks) == hooks
     optimizer = direct.optimizer_of("AdamW", model.parameters())
-    recipe.give_masters(optimizer)
-    recipe.give_masters(optimizer)
+    precision.give_masters(optimizer)
+    precision.give_masters(optimizer)
     assert amp.has_masters(optimizer)
 
 
 def test_weights_that_came_in_16_bits_get_masters_at_o1_too() -> None:
     model = direct.classifier().to(torch.bfloat16)
     optimizer = direct.optimizer_of("AdamW", model.parameters())
-    recipe = Recipe("O1", "bfloat16")
-    recipe.cast(model)
-    recipe.give_masters(optimizer)
+    precision = TrainingPrecision("O1", "bfloat16")
+    precision.cast(model)
+    precision.give_masters(optimizer)
     assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
 
 
 def test_op_lists_are_those_of_amp() -> None:
     for lists in ({"custom_black_list": ["linear"]}, {"custom_wide_list": ["linear"]}):
-        with Recipe("O2", "bfloat16", **lists).scope():  # type: ignore[arg-type]
+        with TrainingPrecision("O2", "bfloat16", **lists).scope():  # type: ignore[arg-type]
             assert direct.classifier()[0](torch.randn(2, 12)).dtype is torch.float32  # type: ignore[index]
 
 
@@ -96,7 +96,7 @@ def test_op_lists_are_those_of_amp() -> None:
     ("arguments", "error", "message"),
     [
         ({"level": "O3"}, ArgumentValueError, "policy="),
-        ({"level": Recipe("O0"), "dtype": "bfloat16"}, UsageError, "not beside it"),
+        ({"level": TrainingPrecision("O0"), "dtype": "bfloat16"}, UsageError, "not beside it"),
         ({"dtype": "float32"}, ArgumentValueError, "is not 16-bit"),
         ({"scaler": 128.0}, ArgumentTypeError, "GradScaler"),
         ({"policy": "O2"}, ArgumentTypeError, "Policy"),
@@ -108,12 +108,12 @@ def test_op_lists_are_those_of_amp() -> None:
 )
 def test_wrong_arguments_are_refused_before_the_first_batch(arguments: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        Recipe.of(**arguments)
+        TrainingPrecision.of(**arguments)
 
 
 def test_names_say_dtype_and_level() -> None:
-    assert Recipe("O2", "float16").name == "16-halfstep-O2"
-    assert Recipe(policy=Policy.from_level("O3", "bfloat16")).name == "bf16-halfstep-policy"
+    assert TrainingPrecision("O2", "float16").name == "16-halfstep-O2"
+    assert TrainingPrecision(policy=Policy.from_level("O3", "bfloat16")).name == "bf16-halfstep-policy"
 
 
 # ---- the adapters as files
@@ -122,7 +122,7 @@ def test_names_say_dtype_and_level() -> None:
 @pytest.mark.parametrize("path", sorted(ADAPTERS.glob("*.py")), ids=lambda path: path.stem)
 def test_an_adapter_is_thin_and_uses_public_names_of_the_engine(path: Path) -> None:
     text = path.read_text()
-    assert path.stem == "recipe" or code_lines(text) < 100
+    assert path.stem == "training_precision" or code_lines(text) < 100
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.level == 2]
     engine = {f"{node.module or ''}.{alias.name}".lstrip(".") for node in imports for alias in node.names}
     public = {"amp", "optimizers", "diagnostics.findings.check", "core.policy.Policy", "paddle.model.Callback"}
@@ -132,8 +132,6 @@ def test_an_adapter_is_thin_and_uses_public_names_of_the_engine(path: Path) -> N
 
 
 def test_no_trainer_is_imported_unless_an_adapter_is_asked_for() -> None:
-    code = (
-        "import sys, halfstep, halfstep.amp, halfstep.integrations, halfstep.integrations.recipe; print(*sys.modules)"
-    )
+    code = "import sys, halfstep.amp, halfstep.integrations.training_precision; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not TRAINERS & {name.partition(".")[0] for name in loaded}
