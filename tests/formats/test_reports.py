@@ -30,8 +30,7 @@ def made(recipe: str) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
 @pytest.mark.parametrize("recipe", NAMES)
 def test_op_table_has_the_formats_of_products_and_the_step_has_its_numbers(recipe: str) -> None:
     plain, step = made(recipe)
-    for run in (step, step):  # delayed scales of the second step are from the first
-        run().backward()
+    _ = [step().backward() for _ in range(2)]  # delayed scales of the second step are from the first
     model, watched = made(recipe)
     _, table = (numerics.op_table(lambda: watched().backward(), model) for _ in range(2))
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))

@@ -355,7 +355,7 @@ def test_the_table_prints() -> None:
         "1       relu    forward        .         1      .\n"
         "(step)  argmax  forward        .         .      1\n"
         "\n"
-        "4 casts, which read and write 360 B\n"
+        "4 casts, 360 B moved\n"
         "\n"
         "module  asked by  made by  pass     from      to        casts  bytes\n"
         "0       linear    casting  forward  float32   bfloat16      3  312 B\n"

@@ -43,8 +43,7 @@ def apply(seen: Observed) -> Iterator[Finding]:
         if wrapper in seen.wrappers:
             what = "Every pass of DistributedDataParallel ran in no_sync()"
             fix = "Leave no_sync() for the last pass before each step, or drop it."
-        text = f"{what}, so ranks never exchange gradients."
-        yield Finding("HS126", "error", type(wrapper.module).__name__, text, {}, fix)
+        yield Finding("HS126", "error", type(wrapper.module).__name__, f"{what}: ranks exchange no gradients.", {}, fix)
 
 
 def _batch(seen: Observed) -> Iterator[Finding]:

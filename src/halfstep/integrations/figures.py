@@ -37,8 +37,7 @@ def figures(
     if scaler is not None:
         found = {"halfstep/loss_scale": scaler.get_scale(), "halfstep/overflows": float(scaler.overflows())}
     codes = Counter(finding.code for finding in check(model, optimizers, scaler=scaler))
-    found["halfstep/findings"] = float(codes.total())
-    found |= {f"halfstep/{code}": float(count) for code, count in codes.items()}
+    found |= {f"halfstep/{name}": float(count) for name, count in [("findings", codes.total()), *codes.items()]}
     return found if monitor is None else found | dict(monitor.latest())
 
 

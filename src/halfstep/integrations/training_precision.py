@@ -116,7 +116,7 @@ class TrainingPrecision:
         return level if isinstance(level, TrainingPrecision) else cls(level, dtype, **options)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out models and weights, which belong to this process: pickled optimizers refer to this recipe."""
+        """Leave out models and weights, which belong to this process: pickled optimizers refer to this object."""
         return {name: value for name, value in vars(self).items() if name not in ("_models", "_weights")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

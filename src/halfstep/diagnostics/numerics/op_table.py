@@ -20,6 +20,7 @@ from .text import aligned
 
 __all__ = ["CastRow", "OpRow", "OpTable", "op_table"]
 
+_PASSES = ("forward", "backward")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -87,10 +88,7 @@ class OpTable:
 
     def by_dtype(self) -> dict[str, int]:
         """Count the calls by the dtype of their results."""
-        total: Counter[str] = Counter()
-        for row in self._rows:
-            total.update(row.calls)
-        return dict(total)
+        return dict(sum((Counter(row.calls) for row in self._rows), Counter[str]()))
 
     def __str__(self) -> str:
         shares = ", ".join(f"{count} {dtype}" for dtype, count in sorted(self.by_dtype().items(), key=lambda p: -p[1]))
@@ -99,23 +97,18 @@ class OpTable:
         lines = [f"One step: {sum(self.by_dtype().values())} calls of ops ({shares})"]
         ops: list[list[str]] = [["module", "op", "pass", *columns, *(["other"] if found - set(columns) else [])]]
         for row in self._rows:
-            other = sum(count for dtype, count in row.calls.items() if dtype not in columns)
-            counts = [row.calls.get(dtype, 0) for dtype in columns] + ([other] if found - set(columns) else [])
-            ops.append([row.module, row.op, _pass(row.backward), *(str(n or ".") for n in counts)])
+            counts = [row.calls.get(dtype, 0) for dtype in columns]
+            counts += [sum(row.calls.values()) - sum(counts)] if found - set(columns) else []
+            ops.append([row.module, row.op, _PASSES[row.backward], *(str(n or ".") for n in counts)])
         lines += ["", *aligned(ops, right=range(3, len(ops[0])))]
         if self._casts:
             calls, moved = sum(cast.calls for cast in self._casts), sum(cast.bytes for cast in self._casts)
             casts = [["module", "asked by", "made by", "pass", "from", "to", "casts", "bytes"]]
             for cast in self._casts:
-                names = [cast.module, cast.asked_by or ".", cast.made_by, _pass(cast.backward)]
+                names = [cast.module, cast.asked_by or ".", cast.made_by, _PASSES[cast.backward]]
                 casts.append([*names, cast.source, cast.target, str(cast.calls), _size(cast.bytes)])
-            which = "which reads and writes" if calls == 1 else "which read and write"
-            lines += ["", f"{counted(calls, 'cast')}, {which} {_size(moved)}", "", *aligned(casts, right=(6, 7))]
+            lines += ["", f"{counted(calls, 'cast')}, {_size(moved)} moved", "", *aligned(casts, right=(6, 7))]
         return "\n".join(lines)
-
-
-def _pass(backward: bool) -> str:
-    return "backward" if backward else "forward"
 
 
 def _size(count: float) -> str:
