@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from halfstep import amp
 from halfstep.core.dtypes import dtype_name
 from tests.support.apex_recording import assert_near, batch, branch, flat, golden, grid, net, numbers, optimizer
-from tests.support.worlds import advance, scaled_backward, step_and_clear
+from tests.support.worlds import FP16, advance, scaled_backward, start_amp, step_and_clear
 
 FACTS = golden("apex_amp")
 
@@ -247,15 +247,7 @@ def test_the_accumulation_article_in_one_process(key: str) -> None:
     with torch.no_grad():  # rounded, for Apex's masters start from there
         model.weight.fill_(torch.tensor(0.1121).half())
         model.bias.fill_(torch.tensor(0.5968).half())
-    model, optim = amp.initialize(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        opt_level="O2",
-        dtype=torch.float16,
-        loss_scale=scale,
-        max_loss_scale=1024.0,
-        verbosity=0,
-    )
+    model, optim = start_amp(model, torch.optim.SGD, "O2", dtype=FP16, loss_scale=scale, max_loss_scale=1024.0, lr=0.1)
     model.zero_grad()
     optim.zero_grad()
     x = torch.tensor([[float(value)]])

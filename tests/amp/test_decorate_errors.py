@@ -10,14 +10,13 @@ from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.stepping.attached import attached_to
 from tests.support.apex_recording import golden
-from tests.support.worlds import FP32
+from tests.support.worlds import FP32, with_optimizer
 
 ERRORS = golden("paddle_decorate")["errors"]
 
 
 def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return with_optimizer(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), torch.optim.SGD, lr=0.1)
 
 
 # Argument as recorded -> what we are given, and where ours differs.

@@ -28,11 +28,10 @@ from halfstep.core.policy import LEVELS as MEANINGS
 from halfstep.core.policy import Policy
 from halfstep.scaling import DynamicLossScale, NoLossScale, StaticLossScale
 from tests.support.apex_recording import batch, golden, net, optimizer
-from tests.support.worlds import read_back, scaled_backward, step_and_clear
+from tests.support.processes import one_rank
+from tests.support.worlds import HALVES, LEVELS, read_back, scaled_backward, step_and_clear
 
 FACTS = golden("apex_amp")["banner_and_errors"]
-LEVELS = ["O0", "O1", "O2", "O3"]
-HALVES = [torch.float16, torch.bfloat16]
 EXCEPTIONS = {"RuntimeError": RuntimeError, "TypeError": TypeError, "ValueError": ValueError, "IndexError": IndexError}
 
 
@@ -179,14 +178,11 @@ def test_twice_is_refused(level: str) -> None:
         amp.initialize([twin, twin], opt_level=level, verbosity=0)
 
 
-def test_wrapped_for_parallel_training_is_refused(tmp_path: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+def test_wrapped_for_parallel_training_is_refused() -> None:
+    with one_rank():
         wrapped = nn.parallel.DistributedDataParallel(net())
         with pytest.raises(UsageError, match=r"bare model.*after"):
             amp.initialize(wrapped, opt_level="O2", verbosity=0)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

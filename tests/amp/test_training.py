@@ -16,10 +16,8 @@ from halfstep import amp
 from halfstep.core.errors import HalfstepError
 from halfstep.parameters.held_masters import master_of
 from tests.support.apex_recording import batch, golden, net
-from tests.support.worlds import scaled_backward, with_optimizer
+from tests.support.worlds import HALVES, LEVELS, Made, assert_equal, scaled_backward, with_optimizer
 
-LEVELS = ["O0", "O1", "O2", "O3"]
-HALVES = [torch.float16, torch.bfloat16]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-4),
@@ -193,17 +191,11 @@ def test_shared_parameter(level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("half", HALVES)
 def test_sparse_gradients(level: str, half: torch.dtype) -> None:
-    class Lookup(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(5, 3, sparse=True)
-            with torch.no_grad():
-                self.table.weight.copy_(torch.arange(15.0).reshape(5, 3) / 16)
+    def lookup() -> Made:
+        table = nn.Embedding.from_pretrained(torch.arange(15.0).reshape(5, 3) / 16, freeze=False, sparse=True)
+        return Made(lambda self, index: self.table(index).pow(2).sum(-1), table=table)
 
-        def forward(self, index: torch.Tensor) -> torch.Tensor:
-            return self.table(index).pow(2).sum(-1)
-
-    model, plain = Lookup(), Lookup()
+    model, plain = lookup(), lookup()
     model, optim = start(level, half, "SGD", model, loss_scale="dynamic", max_loss_scale=256.0)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     index = torch.tensor([1, 3, 1])
@@ -322,8 +314,7 @@ def test_exception_in_the_block_loses_no_gradient(level: str, scale: float) -> N
     loss.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         backward(loss, optim)
-    for old, p in zip(before, amp.master_params(optim), strict=True):
-        assert torch.equal(old, p.grad)
+    assert_equal(before, [p.grad for p in amp.master_params(optim)])
     backward(loss_of(model, 2), optim)
     optim.step()
     assert amp.steps_skipped(optim) == 0
@@ -354,8 +345,7 @@ def test_a_pass_that_fails_leaves_no_gradient(level: str, delayed: bool | None) 
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         assert amp.steps_skipped(optim) == 1
         return
-    for a, b in zip(amp.master_params(optim), amp.master_params(reference), strict=True):
-        assert torch.equal(a.grad, b.grad)
+    assert_equal([a.grad for a in amp.master_params(optim)], [b.grad for b in amp.master_params(reference)])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -366,8 +356,7 @@ def test_plain_backward_counts(level: str) -> None:
     backward(loss_of(twin, 0), reference)
     optim.step()
     reference.step()
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
     before = model[0].weight.detach().clone()
     model.zero_grad()
     optim.step()

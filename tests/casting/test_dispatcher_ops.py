@@ -11,10 +11,9 @@ from torch.nn import functional as F
 
 from halfstep import amp
 from tests.support.fake_cuda import DEVICES, on
-from tests.support.worlds import FP32
+from tests.support.worlds import FP32, HALVES
 
 aten = torch.ops.aten
-HALVES = [torch.float16, torch.bfloat16]
 
 # The op, what it is called with ("x" is fp32, "h" 16 bits), and what comes out ("x" or "h").
 CALLS: dict[str, tuple[Any, str, tuple[Any, ...], str]] = {

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep import amp, static
 from halfstep.casting import operands, rules
-
-HALVES = [torch.float16, torch.bfloat16]
+from tests.support.worlds import HALVES, assert_equal
 
 
 class Attention(nn.Module):
@@ -179,8 +178,7 @@ def test_outputs_and_gradients_have_the_bits_that_fp32_operands_give(
     else:  # which lose the layout, as those that copy to pinned memory
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous().clone(), lambda t: t):
             found = results(run, model, x)
-    for got, want in zip(found, expected, strict=True):
-        assert torch.equal(got, want)
+    assert_equal(found, expected)
 
 
 def test_a_captured_program_keeps_16_bits_too() -> None:
@@ -201,8 +199,7 @@ def test_a_captured_program_keeps_16_bits_too() -> None:
         wide, expected = train()
     kept, found = train()
     assert kept < 0.6 * wide
-    for got, want in zip(found, expected, strict=True):
-        assert torch.equal(got, want)
+    assert_equal(found, expected)
 
 
 def test_a_checkpoint_frees_what_is_inside() -> None:
@@ -224,8 +221,7 @@ def test_second_derivatives_and_a_second_backward_pass() -> None:
 
     with keeping_fp32():
         expected = penalty()
-    for got, want in zip(penalty(), expected, strict=True):
-        assert torch.equal(got, want)
+    assert_equal(penalty(), expected)
 
 
 def test_torch_func_works_as_before() -> None:
@@ -273,8 +269,7 @@ def test_numbers_that_16_bits_do_not_have_stay_in_fp32() -> None:
 
     with keeping_fp32():
         expected = gradients()
-    for got, want in zip(gradients(), expected, strict=True):
-        assert torch.equal(got, want)
+    assert_equal(gradients(), expected)
 
 
 @pytest.mark.parametrize("grad", [True, False])

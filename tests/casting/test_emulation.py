@@ -19,9 +19,8 @@ from halfstep.casting.scope import OpCasting
 from halfstep.core import hardware
 from halfstep.core.errors import ArgumentValueError
 from halfstep.core.oplists.tables import KINDS
-from tests.support.worlds import BF16, FP16, FP32, scaled_backward, step_and_clear
+from tests.support.worlds import BF16, FP16, FP32, HALVES, scaled_backward, step_and_clear, with_optimizer
 
-HALVES = [FP16, BF16]
 INDUCTOR = "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"  # torch 2.13 says so of itself
 
 Call = Callable[..., torch.Tensor]
@@ -174,8 +173,7 @@ def data(dtype: torch.dtype = FP32) -> tuple[torch.Tensor, torch.Tensor]:
 
 def run(level: str, dtype: torch.dtype, emulate: bool, face: str) -> tuple[list[Any], list[torch.Tensor]]:
     torch.manual_seed(0)
-    model = Everything()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(Everything(), torch.optim.SGD, lr=0.1)
     seen: list[Any] = []
     for name, module in model.named_children():
         module.register_forward_hook(
@@ -204,8 +202,7 @@ def run(level: str, dtype: torch.dtype, emulate: bool, face: str) -> tuple[list[
 def test_dtypes_and_training_are_those_without_emulation(face: str, level: str, dtype: torch.dtype) -> None:
     (dtypes, values), (native_dtypes, native_values) = (run(level, dtype, emulate, face) for emulate in (True, False))
     assert dtypes == native_dtypes
-    for value, native in zip(values, native_values, strict=True):
-        torch.testing.assert_close(value, native, rtol=0.05, atol=0.02)
+    torch.testing.assert_close(values, native_values, rtol=0.05, atol=0.02)
 
 
 class Products(torch.utils._python_dispatch.TorchDispatchMode):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -19,8 +18,8 @@ import halfstep
 from halfstep import amp, numerics
 from halfstep.casting.scope import OpCasting
 from halfstep.core.errors import ArgumentTypeError, NotScriptableError, UsageError
+from tests.support.worlds import HALVES, in_a_thread
 
-HALVES = (torch.bfloat16, torch.float16)
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
 
@@ -275,9 +274,7 @@ def test_other_threads_and_inference() -> None:
         with torch.inference_mode():
             found.extend(model(X) for _ in range(4))
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+    in_a_thread(run)
     assert all(torch.equal(each, wanted) for each in found)
     assert len(found) == 4
 

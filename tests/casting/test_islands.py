@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import amp
+from tests.support.worlds import BF16, FP32
 
-BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.arange(12.0).reshape(3, 4) % 5
 ISLANDS = ["head", "inner", "wide"]
 

@@ -26,13 +26,23 @@ from halfstep.casting.dispatch import function_modes
 from halfstep.casting.scope import NO_CASTING, OpCasting, leave, session_casting
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from halfstep.torch_internals.compiler_compat import tracer_follows_autocast
-from tests.support.worlds import BF16, FP16, FP32, advance, in_a_thread, read_back, scaled_step
+from tests.support.worlds import (
+    BF16,
+    FP16,
+    FP32,
+    HALVES,
+    LEVELS,
+    advance,
+    in_a_thread,
+    read_back,
+    scaled_step,
+    start_amp,
+    with_optimizer,
+)
 
 from .test_islands import Twice
 
-HALVES = [BF16, FP16]
 X = torch.linspace(-1, 1, 12).view(3, 4)
-LEVELS = ["O0", "O1", "O2", "O3"]
 
 
 class Net(nn.Module):
@@ -59,8 +69,7 @@ def bring_up(
     level: str, dtype: torch.dtype = BF16, inner: nn.Module | None = None, face: str = "initialize", **arguments: Any
 ) -> Net:
     torch.manual_seed(0)
-    model = Net(inner)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(Net(inner), torch.optim.SGD, lr=0.1)
     if face == "initialize":
         amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, **arguments)
     else:
@@ -262,9 +271,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_model_with_a_layer_that_dynamo_skips_is_compiled_around_it(level: str) -> None:
     torch._dynamo.reset()
-    model: Any = Recurrent()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
+    model, _optimizer = start_amp(Recurrent(), torch.optim.SGD, level, dtype=BF16, lr=0.1)
     expected, found = model(X), torch.compile(model, backend="eager")(X)
     assert found.dtype is expected.dtype
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
@@ -288,8 +295,7 @@ def test_compiled(level: str, around: str, kind: type[Wide]) -> None:
     for _ in range(3):
         expected, found = model(X), fast(X)
         assert [t.dtype for t in found] == [keep or dtype for dtype in computes(level, BF16)]
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
         assert torch._C._len_torch_function_stack() == before
         assert outside() is (FP16 if around == "O1" else FP32)
     with amp.disable_casts():
@@ -475,8 +481,7 @@ def test_a_compiled_checkpoint(level: str) -> None:
 
 def test_a_fused_step_in_another_thread() -> None:
     """It writes to the weights without a new version; this thread has casts of them."""
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1.0, fused=True)
+    model, optimizer = with_optimizer(nn.Linear(4, 4), torch.optim.Adam, lr=1.0, fused=True)
     amp.initialize(model, optimizer, opt_level="O1", dtype=BF16, verbosity=0)
     before = model(X)
 
@@ -997,8 +1002,7 @@ def test_the_step_of_any_optimizer_is_not_cast_and_its_closure_is(around: str) -
 def test_an_optimizer_beside_a_session_steps_as_without_it(name: str) -> None:
     def steps() -> torch.Tensor:
         torch.manual_seed(0)
-        other = nn.Linear(4, 4, bias=False)
-        optimizer = getattr(torch.optim, name)(other.parameters(), lr=0.1)
+        other, optimizer = with_optimizer(nn.Linear(4, 4, bias=False), getattr(torch.optim, name), lr=0.1)
 
         def closure() -> Any:
             optimizer.zero_grad()

@@ -22,8 +22,8 @@ from halfstep.core.oplists.tables import BANNED, OPS
 from tests.support.apex_recording import grid
 from tests.support.fake_cuda import DEVICES, FAKE, NOT_ON_FAKES, READS_THE_HOST, of_ops, on, skip_unless_it_runs
 from tests.support.op_calls import BATCH, LABELS, SHAPES, SQUARE, beside
+from tests.support.worlds import HALVES
 
-HALVES = [torch.float16, torch.bfloat16]
 HALF, FLOAT, PROMOTE, SEQUENCE = (
     {op.name for op in OPS.values() if op.list == rule} for rule in ("half", "float", "promote", "sequence-promote")
 )

@@ -15,9 +15,8 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.casting.scope import OpCasting
-from tests.support.worlds import scaled_backward, step_and_clear
+from tests.support.worlds import HALVES, scaled_backward, step_and_clear, with_optimizer
 
-HALVES = (torch.bfloat16, torch.float16)
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 A = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
@@ -378,8 +377,7 @@ def test_a_model_that_makes_fp32_tensors_trains(kind: type[nn.Module], level: st
     x, y = torch.randn(6, 4), torch.randn(6, 4)
     losses = []
     for mixed in (False, True):
-        model = copy.deepcopy(reference)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = with_optimizer(copy.deepcopy(reference), torch.optim.SGD, lr=0.1)
         if mixed:
             model, optimizer = amp.initialize(
                 model, optimizer, opt_level=level, dtype=half, loss_scale=16.0, verbosity=0

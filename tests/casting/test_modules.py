@@ -21,8 +21,7 @@ from halfstep.casting.modules import ModuleHooks, add_hooks, cast_module, device
 from halfstep.casting.scope import OpCasting, begin_session, deactivate, end_session, moved_to, session_casting
 from halfstep.core.errors import UsageError
 from halfstep.parameters import held_masters
-
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+from tests.support.worlds import BF16, FP16, FP32, FP64, scaled_backward, step_and_clear, with_optimizer
 
 # ---- containers
 
@@ -305,8 +304,7 @@ def test_functional_call_with_fp32_weights_is_named_and_the_advice_works(dtype: 
 
 
 def test_a_load_that_would_swap_some_masters_loads_nothing() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)), torch.optim.SGD, lr=0.1)
     model, _ = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
     state = {name: value + 1 for name, value in model.state_dict().items()}
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -338,8 +336,7 @@ def test_a_part_in_float64_stays_so(level: str, half: torch.dtype) -> None:
     x = torch.linspace(-1, 1, 16 * 12).reshape(16, 12)
     losses: list[list[float]] = []
     for amp_level in (None, level):
-        model = Solver()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model, optimizer = with_optimizer(Solver(), torch.optim.SGD, lr=0.05, momentum=0.9)
         if amp_level is not None:
             options: dict[str, Any] = {} if level == "O0" else {"dtype": half}
             amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0, **options)
@@ -349,10 +346,8 @@ def test_a_part_in_float64_stays_so(level: str, half: torch.dtype) -> None:
             if amp_level is None:
                 loss.backward()
             else:
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                scaled_backward(loss, optimizer)
+            step_and_clear(optimizer)
             losses[-1].append(loss.item())
     assert {t.dtype for t in model.exact.state_dict().values() if t.is_floating_point()} == {FP64}
     assert {p.dtype for p in model.exact.parameters()} == {FP64}

@@ -22,8 +22,8 @@ from halfstep.casting.current import Patches
 from halfstep.casting.scope import OpCasting, active_casting
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from tests.support.backends import skip_without_compiler
+from tests.support.worlds import BF16, FP16, FP32, in_a_thread, scaled_step
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
 
@@ -356,9 +356,7 @@ def test_a_weight_that_a_call_uses_twice_is_cast_once(optimizer: Any) -> None:
     for _ in range(3):
         y = model(x)
         assert Counting(layer.weight).of(y) == 1
-        with amp.scale_loss(y.sum(), stepping) as scaled:
-            scaled.backward()
-        stepping.step()
+        scaled_step(y.sum(), stepping)
     amp.deactivate()
 
 
@@ -655,9 +653,7 @@ def test_a_thread_without_casts_checkpoints_as_ever() -> None:
         checkpoint(body, x, use_reentrant=False).sum().backward()
 
     with scope():
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        in_a_thread(run)
     assert found == [FP32, FP32]
 
 

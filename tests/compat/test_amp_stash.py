@@ -14,7 +14,7 @@ from torch import nn
 
 from halfstep import optimizers
 from halfstep.apex import amp
-from tests.support.worlds import step_and_clear
+from tests.support.worlds import assert_equal, scaled_backward, step_and_clear
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
@@ -63,8 +63,7 @@ def test_resuming_as_nvidias_bert_does(name: str, dtype: str) -> None:
     amp.load_state_dict(saved[3])
     for x in INPUTS[3:]:
         step(model, optimizer, x)
-    for one, two in zip(masters(optimizer), expected, strict=True):
-        assert torch.equal(one, two)
+    assert_equal(masters(optimizer), expected)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -107,8 +106,7 @@ def test_a_level_without_masters_has_no_masters() -> None:
 def test_a_step_that_will_be_skipped() -> None:
     model, optimizer = build()
     assert optimizer._amp_stash.already_patched is False
-    with amp.scale_loss(model(INPUTS[0]).float().sum() * torch.inf, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(model(INPUTS[0]).float().sum() * torch.inf, optimizer)
     assert optimizer._amp_stash.already_patched is True
     optimizer.step()
     assert optimizer._amp_stash.already_patched is False
@@ -142,8 +140,7 @@ def test_a_block_of_the_scripts_own(name: str) -> None:
         found.append((masters(optimizer), amp._amp_state.loss_scalers[0].loss_scale()))
     (one, scale), (two, other) = found
     assert scale == other == 2.0**15
-    for a, b in zip(one, two, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(one, two)
 
 
 def test_masters_written_by_hand_reach_the_model() -> None:

@@ -17,9 +17,8 @@ from halfstep import amp as ours
 from halfstep.apex import amp
 from halfstep.core.errors import ArgumentValueError, UsageError
 from halfstep.core.loss_scale import DynamicLossScale
-from tests.support.worlds import with_optimizer
+from tests.support.worlds import FP16, FP32, with_optimizer
 
-HALF, FLOAT = torch.float16, torch.float32
 X = torch.ones(2, 2)
 
 
@@ -83,7 +82,7 @@ def test_lists_that_are_not_edited_change_nothing() -> None:
     assert lists.edited() is None
     assert [name for name, _ in amp.lists.functional_overrides.BANNED_FUNCS] == ["binary_cross_entropy"]
     _alive = bring_up()
-    assert F.softmax(X.half(), -1).dtype is FLOAT
+    assert F.softmax(X.half(), -1).dtype is FP32
 
 
 def test_a_name_moved_from_one_list_to_another() -> None:
@@ -91,8 +90,8 @@ def test_a_name_moved_from_one_list_to_another() -> None:
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
     amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
     _alive = bring_up()
-    assert F.softmax(X, -1).dtype is torch.softmax(X, -1).dtype is HALF
-    assert F.log_softmax(X.half(), -1).dtype is FLOAT
+    assert F.softmax(X, -1).dtype is torch.softmax(X, -1).dtype is FP16
+    assert F.log_softmax(X.half(), -1).dtype is FP32
 
 
 def test_names_taken_off_and_put_on_the_lists() -> None:
@@ -101,24 +100,24 @@ def test_names_taken_off_and_put_on_the_lists() -> None:
     amp.lists.functional_overrides.BANNED_FUNCS = []
     amp.lists.torch_overrides.FP32_FUNCS += ["mm"]
     _alive = bring_up()
-    assert torch.bmm(X[None], X[None]).dtype is FLOAT
-    assert torch.pow(X.half(), 2).dtype is HALF
-    assert F.binary_cross_entropy(X.half() / 2, X.half()).dtype is HALF
-    assert torch.mm(X.half(), X.half()).dtype is FLOAT
-    assert torch.matmul(X, X).dtype is HALF
+    assert torch.bmm(X[None], X[None]).dtype is FP32
+    assert torch.pow(X.half(), 2).dtype is FP16
+    assert F.binary_cross_entropy(X.half() / 2, X.half()).dtype is FP16
+    assert torch.mm(X.half(), X.half()).dtype is FP32
+    assert torch.matmul(X, X).dtype is FP16
 
 
 def test_an_edit_holds_for_the_handle_of_2018_and_not_for_other_levels() -> None:
     amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
     handle = amp.init()
-    assert F.softmax(X, -1).dtype is HALF
+    assert F.softmax(X, -1).dtype is FP16
     handle._deactivate()
     model, _ = bring_up(opt_level="O2")
-    assert model.weight.dtype is HALF
-    assert F.softmax(X, -1).dtype is FLOAT
+    assert model.weight.dtype is FP16
+    assert F.softmax(X, -1).dtype is FP32
 
 
-@pytest.mark.parametrize(("level", "after"), [("O1", FLOAT), ("O2", HALF)])
+@pytest.mark.parametrize(("level", "after"), [("O1", FP32), ("O2", FP16)])
 def test_the_handle_ends_the_casts_of_models_at_o1_too(level: str, after: torch.dtype) -> None:
     model, _ = bring_up(opt_level=level, cast_model_outputs=None)
     seen = []
@@ -129,8 +128,8 @@ def test_the_handle_ends_the_casts_of_models_at_o1_too(level: str, after: torch.
     amp._amp_state.handle._deactivate()
     model(X)
     twin(X)
-    assert seen == [HALF, after, after]
-    assert torch.mm(X, X).dtype is FLOAT
+    assert seen == [FP16, after, after]
+    assert torch.mm(X, X).dtype is FP32
     assert not amp._amp_state.handle.is_active()
 
 
@@ -194,8 +193,8 @@ def test_utils(caplog: pytest.LogCaptureFixture) -> None:
     assert not utils.is_fp_tensor([X, X.long()])
     assert utils.is_nested([X])
     assert utils.type_string(X.half()) == "HalfTensor"
-    assert [t.dtype for t in utils.maybe_half((X, X.double()))] == [HALF, HALF]
-    assert utils.maybe_float([X.half()])[0].dtype is FLOAT
+    assert [t.dtype for t in utils.maybe_half((X, X.double()))] == [FP16, FP16]
+    assert utils.maybe_float([X.half()])[0].dtype is FP32
     assert utils.has_func(torch, "add")
     assert not utils.has_func({}, "add")
     assert utils.is_cuda_enabled() is (utils.get_cuda_version() != ())
@@ -218,7 +217,7 @@ def test_hints_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "halfstep"):
         for _ in range(2):
             model, _ = bring_up(opt_level="O2", user_cast_preferred=True, **hints)
-    assert model.weight.dtype is HALF
+    assert model.weight.dtype is FP16
     told = [record.getMessage() for record in caplog.records if "not needed here" in record.getMessage()]
     assert told == [
         "amp.initialize: check_combined_tensors, combine_ddp, combine_grad, ddp_replica_count, user_cast_preferred are "

@@ -25,10 +25,16 @@ from torch.nn import functional as F
 from halfstep import HalfstepError, amp
 from halfstep.core.errors import LossScaleCollapsed, UnsafeOpError
 from halfstep.fp16_utils import DynamicLossScaler, FP16_Optimizer, LossScaler
-from tests.support.worlds import advance, read_back, scaled_backward, scaled_step, with_optimizer
-
-HALF, BF16 = torch.float16, torch.bfloat16
-LEVELS = ["O0", "O1", "O2", "O3"]
+from tests.support.worlds import (
+    FP16,
+    LEVELS,
+    advance,
+    assert_equal,
+    read_back,
+    scaled_backward,
+    scaled_step,
+    with_optimizer,
+)
 
 
 def net() -> nn.Sequential:
@@ -36,8 +42,7 @@ def net() -> nn.Sequential:
 
 
 def ready(level: str, model: nn.Module | None = None, lr: float = 0.1, **options: Any) -> tuple[Any, Any]:
-    model = model or net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr, eps=1e-4)
+    model, optimizer = with_optimizer(model or net(), torch.optim.Adam, lr=lr, eps=1e-4)
     found: tuple[Any, Any] = initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     return found
 
@@ -66,7 +71,7 @@ def test_recurrent_layers_under_o1(kind: Any, bidirectional: bool) -> None:
     """RNN and its cells were not patched, and a 16-bit input was refused."""
     cell = "Cell" in kind.__name__
     model, optimizer = ready("O1", kind(4, 3) if cell else kind(4, 3, 2, bidirectional=bidirectional))
-    for dtype in (torch.float32, HALF):
+    for dtype in (torch.float32, FP16):
         out = model(torch.randn(5, 4, dtype=dtype) if cell else torch.randn(6, 5, 4, dtype=dtype))
         out = out if isinstance(out, torch.Tensor) else out[0]
         scaled_backward(out.float().square().mean(), optimizer)
@@ -124,7 +129,7 @@ def test_weights_loaded_after_a_step_stay() -> None:
     other = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
     model.load_state_dict(other)
     train(model, optimizer, x)
-    assert torch.equal(model[0].weight, torch.full((8, 4), 0.25, dtype=HALF))
+    assert torch.equal(model[0].weight, torch.full((8, 4), 0.25, dtype=FP16))
 
 
 def test_inference_sees_new_weights() -> None:
@@ -219,7 +224,7 @@ def test_containers_go_in_and_out(level: str, container: str) -> None:
     out = model(given)
     assert type(out) is type(model.seen) is type(given)
     assert tensor_in(given).dtype is torch.float32
-    assert tensor_in(out).dtype is (HALF if level == "O1" else torch.float32)
+    assert tensor_in(out).dtype is (FP16 if level == "O1" else torch.float32)
 
 
 def test_disable_casts_survives_exceptions_and_nesting() -> None:
@@ -228,12 +233,12 @@ def test_disable_casts_survives_exceptions_and_nesting() -> None:
     x = torch.ones(2, 2)
     with pytest.raises(KeyError), amp.disable_casts():
         raise KeyError
-    assert torch.mm(x, x).dtype is HALF
+    assert torch.mm(x, x).dtype is FP16
     with amp.disable_casts():
         with amp.disable_casts():
             pass
         assert torch.mm(x, x).dtype is torch.float32
-    assert torch.mm(x, x).dtype is HALF
+    assert torch.mm(x, x).dtype is FP16
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -251,8 +256,7 @@ def test_scale_loss_survives_exceptions(level: str) -> None:
 
     with pytest.raises(KeyError):
         failing()
-    for param, grad in zip(amp.master_params(optimizer), before, strict=True):
-        assert torch.equal(param.grad, grad)
+    assert_equal([param.grad for param in amp.master_params(optimizer)], before)
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 128.0
 
 
@@ -305,10 +309,10 @@ def test_two_models_of_which_one_is_under_amp() -> None:
     x = torch.randn(3, 4)
     for module in (teacher, copy.deepcopy(teacher), pickle.loads(pickle.dumps(teacher))):
         assert module(x).dtype is torch.float32
-    assert student(x).dtype is HALF
+    assert student(x).dtype is FP16
     with pytest.raises(RuntimeError):
         teacher(torch.randn(3, 5))
-    assert torch.mm(x, x.t()).dtype is HALF, "an exception in an exempted model leaves the casts on"
+    assert torch.mm(x, x.t()).dtype is FP16, "an exception in an exempted model leaves the casts on"
     amp.exempt(teacher[0])
     assert teacher(x).dtype is torch.float32, "one inside of another"
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep.apex import amp
+from tests.support.worlds import scaled_backward, scaled_step
 
 LEVELS = {"O0": 1e-5, "O1": 0.02, "O2": 0.02, "O3": 0.03}
 """How far, of the length of the way that the weights go, they may be from those in float64."""
@@ -63,9 +64,7 @@ def test_training(level: str, kind: Any, clip: bool) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate(i)
         optimizer.zero_grad()
-        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        scaled_step(F.cross_entropy(model(x), y), optimizer)
         assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-3]
     masters = list(amp.master_params(optimizer))
     assert {p.dtype for p in masters} == {torch.float16 if level == "O3" else torch.float32}
@@ -81,8 +80,7 @@ def test_an_overflow_skips_the_step(level: str) -> None:
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     x, y = batch(0)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
-    with amp.scale_loss(F.cross_entropy(model(x), y) * float("inf"), [optimizer]) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(F.cross_entropy(model(x), y) * float("inf"), [optimizer])
     optimizer.step()
     assert all(torch.equal(p, b) for p, b in zip(amp.master_params(optimizer), before, strict=True))
     assert bool(optimizer.step_was_skipped)
@@ -90,7 +88,5 @@ def test_an_overflow_skips_the_step(level: str) -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-3]
     saved = optimizer.state_dict()
     optimizer.load_state_dict(saved)
-    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    scaled_step(F.cross_entropy(model(x), y), optimizer)
     assert not any(torch.equal(p, b) for p, b in zip(amp.master_params(optimizer), before, strict=True))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from halfstep import optimizers as ours
 from halfstep.apex import optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from tests.support.worlds import step_and_clear
+from tests.support.worlds import assert_equal, step_and_clear
 
 ADAM: Any = contrib.FusedAdam
 SGD: Any = contrib.FusedSGD
@@ -201,8 +201,7 @@ def test_training_with_an_overflow_and_a_checkpoint(make: str, caplog: pytest.Lo
     resumed.load_state_dict(saved)
     assert (resumed.cur_scale, resumed.cur_iter, resumed.last_overflow_iter) == (2.0**15, 25, 3)
     assert train(model, optimizer, 3, first=25) == train(other, resumed, 3, first=25)
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, two)
+    assert_equal(model.parameters(), other.parameters())
 
 
 def test_gradients_stay_scaled_until_the_step_and_add_up() -> None:

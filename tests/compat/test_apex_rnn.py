@@ -15,7 +15,7 @@ from torch import nn
 from halfstep import amp
 from halfstep.apex import RNN
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from tests.support.worlds import advance, with_optimizer
+from tests.support.worlds import Made, advance, with_optimizer
 
 T, B, IN, H = 5, 3, 4, 6
 KINDS = {"LSTM": (RNN.LSTM, nn.LSTM, {}), "GRU": (RNN.GRU, nn.GRU, {})}
@@ -57,8 +57,7 @@ def test_it_is_torchs_network_that_remembers(name: str, batch_first: bool, layer
         y, hiddens = ours(x)
         expected, hidden = theirs(x, hidden)
         torch.testing.assert_close(y, expected)
-        for found, state in zip(hiddens, last(hidden), strict=True):
-            torch.testing.assert_close(torch.stack(found), state)
+        torch.testing.assert_close([torch.stack(found) for found in hiddens], [*last(hidden)])
         (grad,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
         (expected_grad,) = torch.autograd.grad(expected.square().sum(), x, retain_graph=True)
         torch.testing.assert_close(grad, expected_grad)
@@ -145,8 +144,7 @@ def test_collected_states_are_those_of_every_step(name: str) -> None:
     net.reset_hidden(B)
     for t in range(T):
         _, hiddens = net(x[t : t + 1])
-        for state, kept in zip(hiddens, collected, strict=True):
-            torch.testing.assert_close(state, kept[t])
+        torch.testing.assert_close([*hiddens], [kept[t] for kept in collected])
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -246,15 +244,8 @@ def test_levels(name: str, level: str, dtype: torch.dtype, bidirectional: bool) 
     )
     model.forward = None
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = model
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.parts["out"](self.parts["rnn"](x)[0])  # type: ignore[no-any-return]
-
-    net, optimizer = with_optimizer(Net(), torch.optim.SGD, lr=0.1)
+    net = Made(lambda self, x: self.parts["out"](self.parts["rnn"](x)[0]), parts=model)
+    net, optimizer = with_optimizer(net, torch.optim.SGD, lr=0.1)
     kind = {} if level == "O0" else {"dtype": dtype}
     net, optimizer = amp.initialize(net, optimizer, opt_level=level, loss_scale=64.0, verbosity=0, **kind)
     x = torch.randn(T, B, IN)

@@ -18,6 +18,7 @@ from halfstep import amp as ours
 from halfstep import apex as tree
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from tests.support.python import python
+from tests.support.worlds import assert_equal
 
 NAMES = (
     "amp fp16_utils optimizers parallel parallel.LARC parallel.sync_batchnorm parallel.multiproc multi_tensor_apply"
@@ -94,8 +95,7 @@ def test_flattening(installed: None) -> None:
     tensors = [torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.zeros(0), torch.arange(4.0).view(2, 2).t()]
     flat = apex_C.flatten(tensors)
     assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 0, 2, 1, 3]
-    for piece, tensor in zip(apex_C.unflatten(flat, tensors), tensors, strict=True):
-        assert torch.equal(piece, tensor)
+    assert_equal(apex_C.unflatten(flat, tensors), tensors)
     found: list[torch.Tensor] = []
     distributed.extract_tensors([tensors[0], (tensors[1], [tensors[2]]), "no tensor"], found)
     assert list(map(id, found)) == list(map(id, tensors[:3]))

@@ -7,7 +7,6 @@ import logging
 import math
 import pickle
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from tests.support.fp16_training import (
     values,
     wrapped,
 )
+from tests.support.processes import one_rank
 from tests.support.worlds import read_back, with_optimizer
 
 FACTS = golden("apex_fp16_utils")
@@ -784,10 +784,8 @@ def test_compiled_model() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
-def test_distributed_data_parallel(tmp_path: Path) -> None:
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+def test_distributed_data_parallel() -> None:
+    with one_rank():
         single, wrapped_model = Layers(DTYPES["mixed"]), Layers(DTYPES["mixed"])
         parallel = nn.parallel.DistributedDataParallel(wrapped_model, gradient_as_bucket_view=True)
         ours, expected = (
@@ -807,5 +805,3 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
                 optim.step()
         assert torch.equal(values(wrapped_model.parameters()), values(single.parameters()))
         assert ours.loss_scale == expected.loss_scale
-    finally:
-        torch.distributed.destroy_process_group()

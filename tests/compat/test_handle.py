@@ -6,7 +6,6 @@ import copy
 import itertools
 import logging
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, LossScaleCollapsed, UsageError
 from tests.support.apex_recording import batch, fill, grid
 from tests.support.fp16_training import values
-from tests.support.worlds import scaled_backward, scaled_step, with_optimizer
+from tests.support.worlds import in_a_thread, scaled_backward, scaled_step, with_optimizer
 
 HALF = torch.float16 if torch.cuda.is_available() else torch.bfloat16
 
@@ -104,17 +103,11 @@ def test_weights_written_between_forwards_are_seen(init: Callable[..., Any]) -> 
 
 
 def test_other_threads_take_part(init: Callable[..., Any]) -> None:
-    def in_a_thread() -> torch.dtype:
-        found: list[torch.dtype] = []
-        thread = threading.Thread(target=lambda: found.append(computes_in()))
-        thread.start()
-        thread.join()
-        return found[0]
-
-    handle = init()
-    assert in_a_thread() == HALF
+    handle, found = init(), []
+    in_a_thread(lambda: found.append(computes_in()))
     handle._deactivate()
-    assert in_a_thread() == torch.float32
+    in_a_thread(lambda: found.append(computes_in()))
+    assert found == [HALF, torch.float32]
 
 
 # ---- putting back

@@ -17,23 +17,22 @@ from halfstep.kernels.backends import compiler as cxx
 from halfstep.multi_tensor import multi_tensor_applier
 from tests.support import optimizer_references as papers
 from tests.support.backends import on_each_backend, skip_without_compiler  # noqa: F401
-from tests.support.worlds import scaled_step, with_optimizer
+from tests.support.worlds import BF16, FP16, FP32, scaled_step, start_amp
 
-F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(3, 4), (), (0,), (5000,)]
 
 
-def some(dtype: torch.dtype = F32, seed: int = 0) -> list[torch.Tensor]:
+def some(dtype: torch.dtype = FP32, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
 def mixed(seed: int = 0) -> list[torch.Tensor]:
-    return [t.to(d) for t, d in zip(some(seed=seed), (F32, BF16, FP16, BF16), strict=True)]
+    return [t.to(d) for t, d in zip(some(seed=seed), (FP32, BF16, FP16, BF16), strict=True)]
 
 
 def zeros(like: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.zeros_like(t, dtype=F32) for t in like]
+    return [torch.zeros_like(t, dtype=FP32) for t in like]
 
 
 def flag(value: int = 0) -> torch.Tensor:
@@ -125,7 +124,7 @@ def test_scale_and_norms_by_their_old_names() -> None:
     assert multi_tensor_applier(multi_tensor.multi_tensor_scale, noop, [x, out], 4.0) is None
     close(out, [t.double() * 4 for t in x])
     norm, each = multi_tensor_applier(multi_tensor.multi_tensor_l2norm, noop, [x], True)
-    assert (norm.shape, each.shape, norm.dtype) == ((1,), (4,), F32)
+    assert (norm.shape, each.shape, norm.dtype) == ((1,), (4,), FP32)
     assert multi_tensor_applier(multi_tensor.multi_tensor_l2norm, noop, [x])[1].numel() == 0
     scaled, _ = multi_tensor_applier(multi_tensor.multi_tensor_l2norm_scale, noop, [x, out], 0.25, True)
     unscaled, _ = multi_tensor_applier(multi_tensor.multi_tensor_unscale_l2norm, noop, [x], torch.tensor([0.25]))
@@ -297,8 +296,7 @@ def test_wrong_lists() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_masters_that_a_fused_optimizer_keeps(dtype: torch.dtype) -> None:
     """Kernels read and write what ``master_params`` yields, although it has no memory before it is used."""
-    model, optimizer = with_optimizer(nn.Linear(8, 4), optimizers.FusedAdam, lr=1e-2)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, verbosity=0)
+    model, optimizer = start_amp(nn.Linear(8, 4), optimizers.FusedAdam, "O2", dtype=dtype, lr=1e-2)
     scaled_step(model(torch.ones(2, 8)).sum(), optimizer)
     masters = list(amp.master_params(optimizer))
     before = [master.detach().clone() for master in masters]

@@ -18,7 +18,7 @@ from halfstep import Model, amp, optimizers
 from halfstep.core.files import save_whole
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.parallel import save_checkpoint
-from tests.support.worlds import scaled_step
+from tests.support.worlds import BF16, scaled_step, start_amp
 
 SAVES: list[Callable[[Any, Path], None]] = [save_whole, save_checkpoint]
 saves = pytest.mark.parametrize("save", SAVES)
@@ -123,9 +123,12 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 
 def trained(level: str, made: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
-    model, optimizer = amp.initialize(
-        model, made(model.parameters()), opt_level=level, dtype=torch.bfloat16, loss_scale="dynamic", verbosity=0
+    model, optimizer = start_amp(
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)),
+        made,
+        level,
+        dtype=BF16,
+        loss_scale="dynamic",
     )
     scaled_step(model(torch.randn(3, 4)).float().square().mean(), optimizer)
     return model, optimizer

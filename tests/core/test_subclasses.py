@@ -15,7 +15,7 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.torch_internals.subclasses import Mixin, subclass_with, superclass_of
-from tests.support.worlds import scaled_step
+from tests.support.worlds import scaled_step, with_optimizer
 
 
 def classes() -> tuple[Any, Any]:
@@ -68,8 +68,7 @@ BASES: dict[str, Any] = {"ABC": abc.ABC, "Generic": Generic[TypeVar("T")], "Prot
 def test_another_base_may_come_before_that_of_torch(first: str) -> None:
     """Python refuses to set a class whose instances have another layout, and the first base decides on that."""
     network, descent = (types.new_class(cls.__name__, (BASES[first], cls)) for cls in classes())
-    model: Any = network(4, 2)
-    optimizer: Any = descent(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(network(4, 2), descent, lr=0.1)
     amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
     before = model.weight.detach().clone()
     scaled_step(model.features(torch.ones(2, 4)).float().sum(), optimizer)

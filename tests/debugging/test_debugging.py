@@ -6,7 +6,6 @@ import csv
 import math
 import random
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from halfstep.amp.debugging import DebugMode, TensorCheckerConfig
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
 from halfstep.torch_internals.torch_compat import dispatch_mode_count
 from tests.support.apex_recording import golden
+from tests.support.worlds import BF16, FP16, FP32, in_a_thread
 
 FACTS = golden("paddle_debugging")
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -138,9 +137,7 @@ def test_a_block_in_a_block_and_one_in_another_thread_count_for_themselves() -> 
 
     in_thread: dict[str, list[int]] = {}
     with debugging.collect_operator_stats() as outer:
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
+        in_a_thread(other)
         with debugging.collect_operator_stats() as inner:
             torch.ones(2).exp()
         torch.ones(2).sin()

@@ -18,9 +18,8 @@ from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.optimizers import FusedAdam
 from tests.support.apex_recording import fill, grid
 from tests.support.processes import Ranks
-from tests.support.worlds import scaled_backward, step_and_clear, with_optimizer
+from tests.support.worlds import BF16, LEVELS, scaled_backward, start_amp, step_and_clear, with_optimizer
 
-LEVELS = ["O0", "O1", "O2", "O3"]
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MICRO_STEPS = {  # u and d are under no_sync(), f has require_backward_grad_sync = False; d and x have delay_unscale
     "s": "synced",
@@ -165,8 +164,7 @@ def assert_same(results: list[dict[str, Any]]) -> None:
 def assert_near(results: list[dict[str, Any]], expected: list[torch.Tensor], level: str, half: str) -> None:
     # The rounding of 16-bit arithmetic moves the weights by this much in three steps; O3 also rounds the weights.
     close = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O3": 1e-2}[level] * (4 if half == "bf16" and level != "O0" else 1)
-    for a, b in zip(results[0]["masters"], expected, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=close)
+    torch.testing.assert_close([a.double() for a in results[0]["masters"]], [*expected], rtol=0, atol=close)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -296,8 +294,7 @@ def train_plainly(rank: int, scaled: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_sum_without_scale_loss(ranks: Ranks, scaled: bool) -> None:
     for found in ranks.run(train_plainly, scaled):
-        for a, b in zip(found, reference(2, "uus", divide=1.0), strict=True):
-            torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5)
+        torch.testing.assert_close([a.double() for a in found], [*reference(2, "uus", divide=1.0)], rtol=0, atol=1e-5)
 
 
 def count_reductions(rank: int, level: str, pattern: str, loss_scale: float) -> int:
@@ -462,10 +459,7 @@ def words_net() -> nn.Sequential:
 
 
 def train_words(rank: int, level: str, pattern: str) -> dict[str, Any]:
-    model, optim = with_optimizer(words_net(), torch.optim.SGD, lr=0.1)
-    model, optim = amp.initialize(
-        model, optim, opt_level=level, dtype=torch.bfloat16, loss_scale=128.0, fused=False, verbosity=0
-    )
+    model, optim = start_amp(words_net(), torch.optim.SGD, level, dtype=BF16, loss_scale=128.0, fused=False, lr=0.1)
     model = DistributedDataParallel(model)
     sparse = []
     for step in range(3):
@@ -521,7 +515,6 @@ def test_gradients_that_are_views_of_buckets_are_not_rounded(
     everybody = ranks.run(train, "O2", half, pattern, "plain", optimizer, 2)
     for plain, views in zip(everybody, ranks.run(train, "O2", half, pattern, "views", optimizer, 2), strict=True):
         for name in ("grads", "masters"):
-            for expected, found in zip(plain[name], views[name], strict=True):
-                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            torch.testing.assert_close(views[name], plain[name], rtol=0, atol=0)
     rounded = [torch.equal(g, g.to(HALVES[half]).float()) for g in everybody[0]["grads"][0]]
     assert not all(rounded)  # there is something to lose

@@ -12,16 +12,13 @@ import torch.distributed as dist
 from halfstep import amp
 from tests.distributed.test_sharded_levels import assert_near, cut, loss_of, net, whole
 from tests.support.processes import Ranks
-from tests.support.worlds import advance
-
-BF16 = torch.bfloat16
+from tests.support.worlds import BF16, advance, start_amp
 
 
 def prepared(kind: str, level: str) -> tuple[Any, Any]:
     """``kind``: "alone" is a whole model on every rank."""
-    model = net() if kind == "alone" else cut(kind, net(kind))[0]
-    return amp.initialize(
-        model, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level=level, dtype=BF16, verbosity=0
+    return start_amp(
+        net() if kind == "alone" else cut(kind, net(kind))[0], torch.optim.AdamW, level, dtype=BF16, lr=0.01
     )
 
 

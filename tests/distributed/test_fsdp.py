@@ -19,9 +19,8 @@ from halfstep.core.errors import UsageError
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.kernels import multi_tensor
 from tests.support.processes import Ranks
-from tests.support.worlds import scaled_backward, step_and_clear, with_optimizer
+from tests.support.worlds import BF16, scaled_backward, step_and_clear, with_optimizer
 
-BF16 = torch.bfloat16
 STEPS = 4
 
 
@@ -230,8 +229,7 @@ def test_masters_of_16_bit_shards(ranks: Ranks, masters: str, micros: int) -> No
 
 
 def norms(rank: int, p: float) -> list[float]:
-    model, optimizer = with_optimizer(sharded(), torch.optim.SGD, lr=1.0)
-    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    model, optimizer = amp.initialize(*with_optimizer(sharded(), torch.optim.SGD, lr=1.0), opt_level="O0", verbosity=0)
     scaled_backward(loss_of(model, data(rank, 0)), optimizer)
     found = optimizer.clip_master_grads(0.25, p).item()  # type: ignore[attr-defined]
     after = torch.cat([g.flatten() for g in whole(q.grad for q in model.parameters())])
@@ -311,8 +309,7 @@ def test_whole_state_for_a_shard_is_refused(ranks: Ranks) -> None:
 
 
 def make(masters: Any) -> tuple[Any, Any]:
-    model = sharded(half=masters is not None)
-    return model, optimizers.FusedAdam(model.parameters(), lr=0.02, master_weights=masters)
+    return with_optimizer(sharded(half=masters is not None), optimizers.FusedAdam, lr=0.02, master_weights=masters)
 
 
 def some_steps(model: Any, optimizer: Any, first: int, last: int) -> None:

@@ -12,7 +12,7 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_fsdp import OPTIMIZERS, data, net
 from tests.support.processes import Ranks
-from tests.support.worlds import scaled_backward, scaled_step, step_and_clear
+from tests.support.worlds import scaled_backward, scaled_step, step_and_clear, with_optimizer
 
 FLAT = [False, True]
 CUT = "FullyShardedDataParallel (FSDP1) has cut these parameters"
@@ -106,8 +106,7 @@ def test_norms_and_loss_scales_are_refused(ranks: Ranks, what: str, orig: bool) 
 
 
 def cast(rank: int, level: str, orig: bool, late: bool) -> str:
-    model: Any = net() if late else flat(net(), orig)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_optimizer(net() if late else flat(net(), orig), torch.optim.SGD, lr=0.1)
     try:
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
         if late:

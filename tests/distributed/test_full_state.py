@@ -15,10 +15,9 @@ from halfstep.torch_internals.torch_compat import HAS_GRAD_DTYPE
 from tests.distributed.test_fsdp import make, net, some_steps, whole
 from tests.support.processes import Ranks
 from tests.support.python import python
+from tests.support.worlds import FP32
 
 pytestmark = pytest.mark.exhaustive  # they start processes
-
-FP32 = torch.float32
 
 
 def values(model: Any, optimizer: Any) -> list[torch.Tensor]:

@@ -23,15 +23,14 @@ from halfstep.parallel import (
     create_syncbn_process_group,
 )
 from tests.support.processes import Ranks
-from tests.support.worlds import scaled_backward, step_and_clear, with_optimizer
+from tests.support.worlds import scaled_backward, start_amp, step_and_clear
 
 # ---- DistributedDataParallel
 
 
 def wrapped(rank: int, level: str, options: dict[str, Any]) -> list[float]:
     torch.manual_seed(rank)  # every rank begins elsewhere; rank 0 decides
-    model, optimizer = with_optimizer(nn.Linear(3, 1), torch.optim.SGD, lr=0.5)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+    model, optimizer = start_amp(nn.Linear(3, 1), torch.optim.SGD, level, dtype=torch.bfloat16, lr=0.5)
     parallel = DistributedDataParallel(model, **options)
     start = model.weight.detach().float().flatten().tolist()
     for micro in range(2):

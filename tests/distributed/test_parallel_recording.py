@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,16 +14,16 @@ from halfstep import HalfstepError, amp, parallel
 from halfstep.core.dtypes import dtype_name
 from halfstep.parallel import LARC
 from tests.support.apex_recording import assert_near, batch, flat, golden, grid, net
-from tests.support.worlds import scaled_backward, step_and_clear, with_optimizer
+from tests.support.processes import one_rank
+from tests.support.worlds import FP16, scaled_backward, start_amp, step_and_clear
 
 FACTS = golden("apex_parallel")
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "meeting"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def group() -> Iterator[None]:
+    with one_rank():
+        yield
 
 
 @pytest.mark.parametrize("name", FACTS["larc"]["cases"])
@@ -56,9 +54,15 @@ def test_larc(name: str) -> None:
 @pytest.mark.parametrize("level", FACTS["larc"]["amp"])
 def test_larc_under_amp(level: str) -> None:
     case = FACTS["larc"]["amp"][level]
-    model, inner = with_optimizer(net(), torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-    model, inner = amp.initialize(
-        model, inner, opt_level=level, dtype=torch.float16 if level != "O0" else None, loss_scale=128.0, verbosity=0
+    model, inner = start_amp(
+        net(),
+        torch.optim.SGD,
+        level,
+        dtype=FP16 if level != "O0" else None,
+        loss_scale=128.0,
+        lr=0.1,
+        momentum=0.9,
+        weight_decay=0.01,
     )
     larc = LARC(inner, trust_coefficient=0.02)
     loose = 1e-2 if level == "O3" else 1e-3

@@ -21,8 +21,7 @@ from halfstep.stepping.backward import any_overflow
 from halfstep.stepping.ranks import ddp_sync, flat_buckets
 from halfstep.stepping.ranks.ddp_hook import DDPHook
 from halfstep.stepping.ranks.ddp_sync import BackwardRecord, RankSync, share_overflow
-
-BF16, FP32 = torch.bfloat16, torch.float32
+from tests.support.worlds import BF16, FP32
 
 
 class Wrapper(DDPHook):

@@ -15,7 +15,7 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_fsdp import data, net, sharded
 from tests.support.processes import Ranks
-from tests.support.worlds import scaled_backward, scaled_step, step_and_clear, with_optimizer
+from tests.support.worlds import scaled_backward, scaled_step, start_amp, step_and_clear, with_optimizer
 
 
 def mesh() -> Any:
@@ -47,8 +47,7 @@ def flat(model: Any) -> Any:
 
 
 def wrapped_late(rank: int, level: str, wrap: Callable[[Any], Any]) -> tuple[str, list[str], bool]:
-    model, optimizer = with_optimizer(net(), torch.optim.SGD, lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+    model, optimizer = start_amp(net(), torch.optim.SGD, level, dtype=torch.bfloat16, lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole = wrap(model)

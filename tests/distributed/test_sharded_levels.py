@@ -20,11 +20,10 @@ import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from tests.support.processes import Ranks
-from tests.support.worlds import advance, scaled_backward, step_and_clear, with_optimizer
+from tests.support.worlds import BF16, FP16, advance, scaled_backward, start_amp, step_and_clear
 
 pytestmark = pytest.mark.exhaustive  # they start processes
 
-BF16, FP16 = torch.bfloat16, torch.float16
 STEPS = 4
 NEAR = {BF16: 2e-2, FP16: 4e-3}  # RMSprop and Muon make much of a gradient that is rounded otherwise
 
@@ -141,8 +140,7 @@ def both(rank: int, kind: str, dtype: torch.dtype, *runs: tuple[Any, ...]) -> li
 
 
 def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.0, atol=tolerance)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=tolerance)
 
 
 def assert_as_alone(ranks: Ranks, kind: str, dtype: torch.dtype, *runs: tuple[Any, ...]) -> None:
@@ -154,8 +152,7 @@ def assert_as_alone(ranks: Ranks, kind: str, dtype: torch.dtype, *runs: tuple[An
             assert found["scale"] == expected["scale"] == each[0][0]["scale"]
             assert_near(found["masters"], each[0][0]["masters"], 0.0)
             assert_near(found["masters"], expected["masters"], NEAR[dtype])
-            for norm, alone in zip(found["norms"], expected["norms"], strict=True):
-                torch.testing.assert_close(norm, alone, rtol=0.02, atol=0.0)
+            torch.testing.assert_close([*found["norms"]], [*expected["norms"]], rtol=0.02, atol=0.0)
 
 
 KINDS = {"fsdp": 2, "tp": 2, "hsdp": 4, "fsdp+tp": 4}
@@ -204,8 +201,7 @@ def test_a_train_step_clips_plain_parameters_and_shards_together(ranks: Ranks) -
 def by_hand(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The masters of FSDP2 at O2, and those of a process that averages the ranks' gradients in fp32 and rounds once."""
     found = train(*cut("fsdp", net()), "FusedAdam", BF16, "")["masters"]
-    model, optimizer = with_optimizer(net(), optimizers.FusedAdam, lr=0.01)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
+    model, optimizer = start_amp(net(), optimizers.FusedAdam, "O2", dtype=BF16, lr=0.01)
     for i in range(STEPS):
         grads: list[list[torch.Tensor]] = []
         for batch in range(dist.get_world_size()):

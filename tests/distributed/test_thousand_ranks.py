@@ -11,9 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import amp, optimizers
-from tests.support.worlds import advance, unscaled_step, with_optimizer
+from tests.support.worlds import BF16, FP16, advance, unscaled_step, with_optimizer
 
-BF16, FP16 = torch.bfloat16, torch.float16
 WORLDS = (4, 8, 1000)
 
 Call = tuple[str, int]

@@ -18,9 +18,8 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_sharded_levels import OPTIMIZERS, assert_near, batches, cut, loss_of, net, whole
 from tests.support.processes import Ranks
-from tests.support.worlds import advance, scaled_backward, step_and_clear
+from tests.support.worlds import BF16, FP16, advance, scaled_backward, step_and_clear, with_optimizer
 
-BF16, FP16 = torch.bfloat16, torch.float16
 ONE = torch.tensor(1.0)
 
 
@@ -122,8 +121,7 @@ def test_an_average_of_the_masters_of_shards_is_that_of_one_process(ranks: Ranks
 
 
 def zero(rank: int, saved: dict[str, Any] | None) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    model: Any = net()
-    optimizer = of_distributed("ZeroRedundancyOptimizer")(model.parameters(), torch.optim.AdamW, lr=0.01)
+    model, optimizer = with_optimizer(net(), of_distributed("ZeroRedundancyOptimizer"), torch.optim.AdamW, lr=0.01)
     model, optimizer = started(model, optimizer, BF16)
     parallel = nn.parallel.DistributedDataParallel(model)
     if saved is not None:

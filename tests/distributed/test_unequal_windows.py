@@ -15,7 +15,7 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_accumulation_across_processes import data, net, words_net
 from tests.support.processes import Ranks
-from tests.support.worlds import scaled_backward, step_and_clear, with_optimizer
+from tests.support.worlds import assert_equal, scaled_backward, start_amp, step_and_clear, with_optimizer
 
 # One string a rank, one word a window, one letter a micro-step: u is unsynced, s is synced, - is no pass, c clips.
 PASSES, CLIPS = "had different numbers of backward passes in no_sync()", "called clip_master_grads"
@@ -86,14 +86,12 @@ def test_without_a_cpu_backend_it_is_an_error_on_every_rank_before_the_next_step
 def test_what_differs_before_the_last_synced_pass_is_averaged(ranks: Ranks, level: str) -> None:
     first, second = ranks.run(train, EQUAL, level, 128.0, "cpu:gloo")
     assert first[:2] == second[:2] == (3, "")
-    for left, right in zip(first[2], second[2], strict=True):
-        assert torch.equal(left, right)
+    assert_equal(first[2], second[2])
 
 
 def use_words(rank: int) -> list[torch.Tensor]:
     """Rank 1 alone uses the table, whose gradient is sparse, in an unsynced window."""
-    model, optim = with_optimizer(words_net(), torch.optim.SGD, lr=0.1)
-    model, optim = amp.initialize(model, optim, opt_level="O2", loss_scale=128.0, fused=False, verbosity=0)
+    model, optim = start_amp(words_net(), torch.optim.SGD, "O2", loss_scale=128.0, fused=False, lr=0.1)
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     with ddp.no_sync():
         outputs = ddp(torch.tensor([[0, 1, 2]])).float()
@@ -113,8 +111,7 @@ def test_a_sparse_gradient_on_one_rank_alone_is_averaged(ranks: Ranks) -> None:
 
 
 def losses_of_their_own(rank: int, losses: tuple[int, int]) -> str:
-    model, optim = with_optimizer(nn.Linear(3, 2), torch.optim.SGD, lr=0.1)
-    model, optim = amp.initialize(model, optim, opt_level="O2", loss_scale=128.0, num_losses=2, verbosity=0)
+    model, optim = start_amp(nn.Linear(3, 2), torch.optim.SGD, "O2", loss_scale=128.0, num_losses=2, lr=0.1)
     ddp = DistributedDataParallel(model)
     try:
         with ddp.no_sync():

@@ -16,7 +16,7 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_accumulation_across_processes import OPTIMIZERS, WRAPPERS, data, micro_step, net
 from tests.support.processes import Ranks
-from tests.support.worlds import step_and_clear, with_optimizer
+from tests.support.worlds import assert_equal, start_amp, step_and_clear, with_optimizer
 
 
 def train(
@@ -87,17 +87,13 @@ def test_ranks_with_different_numbers_of_batches(
 def test_every_wrapper(ranks: Ranks, level: str, wrapper: str) -> None:
     first, second = ranks.run(train, level, 128.0, wrapper, (2, 4), True, 1)
     expected = by_hand((2, 4), True, 1)
-    for a, e in zip(first["masters"], expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=0.1, atol=0.02)
+    torch.testing.assert_close(first["masters"], expected, rtol=0.1, atol=0.02)
     assert second["steps"] == 6
 
 
 def masters_after(rank: int, optimizer: str, grouped: bool) -> list[Any]:
     """What this rank has at the end of ``join``, and after one more step."""
-    model = net()
-    model, optim = amp.initialize(
-        model, OPTIMIZERS[optimizer](model.parameters()), opt_level="O2", dtype=torch.bfloat16, verbosity=0
-    )
+    model, optim = start_amp(net(), OPTIMIZERS[optimizer], "O2", dtype=torch.bfloat16)
     ddp: Any = DistributedDataParallel(model)
     with warnings.catch_warnings(), Join([ddp]) if grouped else ddp.join():
         for i in range(2 + 2 * rank):
@@ -131,8 +127,7 @@ def test_all_ranks_have_the_masters_of_one_that_was_active_to_the_end(
 
 def over(rank: int) -> list[Any]:
     """After ``join`` ranks may differ in what they leave to the step again."""
-    model, optim = with_optimizer(net(), torch.optim.SGD, lr=0.1)
-    model, optim = amp.initialize(model, optim, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    model, optim = start_amp(net(), torch.optim.SGD, "O2", dtype=torch.bfloat16, lr=0.1)
     ddp: Any = DistributedDataParallel(model)
     copied = copy.deepcopy(ddp)
     again = copied.join_hook.__reduce__()[1][0] is copied
@@ -152,15 +147,11 @@ def over(rank: int) -> list[Any]:
 def test_a_wrapper_is_as_before_when_join_is_over(ranks: Ranks) -> None:
     (first, *same), (second, *_) = ranks.run(over)
     assert same == [True, True]  # a copy has its own hook, and nothing keeps a wrapper alive
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(first, second)
 
 
 def unsynced(rank: int) -> str:
-    model = net()
-    model, optim = amp.initialize(
-        model, OPTIMIZERS["sgd"](model.parameters()), opt_level="O2", dtype=torch.bfloat16, verbosity=0
-    )
+    model, optim = start_amp(net(), OPTIMIZERS["sgd"], "O2", dtype=torch.bfloat16)
     ddp: Any = DistributedDataParallel(model)
     try:
         with warnings.catch_warnings(), ddp.join():

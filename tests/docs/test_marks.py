@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import halfstep
@@ -21,6 +20,7 @@ from halfstep.torch_internals.torch_compat import HAS_GRAD_DTYPE
 from tests.support.backends import needs_compiler
 from tests.support.design_tables import differences
 from tests.support.marks import Mark, came, marks, on_module
+from tests.support.processes import one_rank
 from tests.support.worlds import read_back
 
 TABLE = "Marks on the objects of users"
@@ -219,8 +219,7 @@ def by_fp16_optimizer() -> set[Mark]:
 
 
 def on_ranks() -> set[Mark]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank():
         with Stage(torch.optim.SGD).watched() as stage:
             amp.initialize(stage.model, stage.optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
             wrapper = stage.called = parallel.DistributedDataParallel(stage.model, gradient_average=False)
@@ -231,8 +230,6 @@ def on_ranks() -> set[Mark]:
             stage.by_scale_loss()
         LOSS(twin(X), Y).backward()
         return stage.found | {("wrapper", mark) for mark in {*on_module(wrapper)} - {*on_module(twin)}}
-    finally:
-        dist.destroy_process_group()
 
 
 def observed() -> set[Mark]:

@@ -14,9 +14,7 @@ import halfstep
 from halfstep import Finding, amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from halfstep.diagnostics.findings.finding import grouped, share
-from tests.support.worlds import scaled_step, with_optimizer
-
-HALVES = [torch.float16, torch.bfloat16]
+from tests.support.worlds import HALVES, scaled_step, with_optimizer
 
 
 class Net(nn.Module):
@@ -115,8 +113,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, optimizers.FusedAdam])
 @pytest.mark.filterwarnings("ignore:.*rounds away")
 def test_nothing_changes(kind: Any, with_batch: bool, dtype: torch.dtype) -> None:
-    model = Net().to(dtype)
-    optimizer = kind(model.parameters(), lr=1e-4, eps=1e-3)
+    model, optimizer = with_optimizer(Net().to(dtype), kind, lr=1e-4, eps=1e-3)
     model(torch.randn(8, 16).to(dtype)).float().square().mean().backward()
     optimizer.step()
     batch = torch.randn(8, 16).to(dtype) if with_batch else None

@@ -13,8 +13,7 @@ import halfstep
 from halfstep import optimizers
 from halfstep.diagnostics.findings.facts import Facts
 from halfstep.diagnostics.observe.samples import MOST_TENSORS, draw, sample, samples_in
-
-BF16, FP16 = torch.bfloat16, torch.float16
+from tests.support.worlds import BF16, FP16, with_optimizer
 
 
 def mlp() -> nn.Module:
@@ -91,8 +90,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.model.__name__}-{c.optimizer.__name__}-{c.lr:g}")
 @pytest.mark.filterwarnings("ignore:.*rounds away")
 def test_predicted_is_measured(case: Case) -> None:
-    model = case.model().to(case.dtype)
-    optimizer = case.optimizer(model.parameters(), lr=case.lr, **(case.options or {}))
+    model, optimizer = with_optimizer(case.model().to(case.dtype), case.optimizer, lr=case.lr, **case.options or {})
     for _ in range(20):
         optimizer.zero_grad()
         x, y = torch.randn(32, 64).to(case.dtype), torch.randint(16, (32,))

@@ -17,9 +17,7 @@ import halfstep
 from halfstep import Finding, amp, optimizers
 from halfstep.diagnostics.findings import rules_of_model
 from halfstep.diagnostics.findings.checking import RULES
-from tests.support.worlds import Applies, step_and_clear, with_optimizer
-
-HALVES = [torch.float16, torch.bfloat16]
+from tests.support.worlds import HALVES, Applies, start_amp, step_and_clear, with_optimizer
 
 
 def codes(findings: list[Finding]) -> list[str]:
@@ -343,8 +341,7 @@ def test_an_average_in_16_bits(dtype: torch.dtype, decay: float) -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_copy_of_a_16_bit_model_that_has_other_weights(wrapped: bool) -> None:
-    model, optimizer = with_optimizer(net(), torch.optim.SGD, lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
+    model, optimizer = start_amp(net(), torch.optim.SGD, "O2", dtype="bfloat16", lr=0.1)
     average = AveragedModel(model) if wrapped else copy.deepcopy(nn.Sequential(model))
     others = [copy.deepcopy(amp.master_model(model)), copy.deepcopy(model), copy.deepcopy(model).float()]
     assert "HS109" not in codes(halfstep.check(model, optimizer)), "they are equal"
@@ -375,14 +372,9 @@ def test_fp32_weights_that_something_rounds(dtype: torch.dtype) -> None:
     assert "4 tensors" not in found.where
 
 
-class RoundsInside(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.bfloat16().mul(2).float()
-
-
 def test_an_output_that_is_fp32_in_name_only() -> None:
     good = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Dropout(0.5))
-    bad = nn.Sequential(nn.Linear(32, 32), RoundsInside(), nn.ReLU())
+    bad = nn.Sequential(nn.Linear(32, 32), Applies(lambda x: x.bfloat16().mul(2).float()), nn.ReLU())
     x = torch.randn(16, 32)
     assert halfstep.check(good, batch=x) == []
     assert only(halfstep.check(bad, batch=x), "HS112").evidence["outputs"] == ["1"]
@@ -417,11 +409,8 @@ def test_a_nan_is_not_rounded_whatever_its_bits() -> None:
 
 
 def test_whole_numbers_and_masks_are_no_rounded_values() -> None:
-    class Mask(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x > 0).float() * 3
-
-    assert halfstep.check(nn.Sequential(nn.Linear(32, 32), Mask()), batch=torch.randn(16, 32)) == []
+    mask = Applies(lambda x: (x > 0).float() * 3)
+    assert halfstep.check(nn.Sequential(nn.Linear(32, 32), mask), batch=torch.randn(16, 32)) == []
 
 
 # ---- 105: the loss
@@ -600,10 +589,7 @@ def test_adapters_that_came_after_the_optimizer(froze: str, severity: str) -> No
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_part_that_was_replaced_after_initialize_is_an_error(level: str) -> None:
-    model = net()
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters()), opt_level=level, dtype=torch.bfloat16, verbosity=0
-    )
+    model, optimizer = start_amp(net(), torch.optim.SGD, level, dtype=torch.bfloat16)
     for new in (nn.Linear(64, 8), nn.Linear(64, 8, dtype=model[2].weight.dtype)):  # the masters have as many weights
         model[2] = new
         found = [each for each in halfstep.check(model, optimizer) if each.code == "HS115"]

@@ -12,9 +12,7 @@ from torch import nn
 import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
-from tests.support.worlds import advance, scaled_step, with_optimizer
-
-HALVES = [torch.float16, torch.bfloat16]
+from tests.support.worlds import HALVES, advance, scaled_step, start_amp, with_optimizer
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -49,8 +47,7 @@ PLAIN = [
 @pytest.mark.parametrize("lr", [1e-7, 1e-2])
 @pytest.mark.filterwarnings("ignore:.*rounds away")
 def test_it_measures_what_steps_change(kind: Any, options: dict[str, Any], lr: float) -> None:
-    model = net(torch.bfloat16)
-    optimizer = kind(model.parameters(), lr=lr, **options)
+    model, optimizer = with_optimizer(net(torch.bfloat16), kind, lr=lr, **options)
     watch = halfstep.watch(optimizer, every=2)
     train(model, optimizer, 3)
     before = [p.detach().clone() for p in model.parameters()]
@@ -64,8 +61,7 @@ def test_it_measures_what_steps_change(kind: Any, options: dict[str, Any], lr: f
 
 
 def attached(level: str, fused: bool, dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, optimizer = with_optimizer(net(), torch.optim.AdamW, lr=1e-5)
-    return amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, fused=fused)
+    return start_amp(net(), torch.optim.AdamW, level, dtype=dtype, fused=fused, lr=1e-5)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -11,17 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 import halfstep
-from halfstep import amp
-from tests.support.worlds import advance, with_optimizer
+from tests.support.processes import one_rank
+from tests.support.worlds import advance, start_amp
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 
 
 @pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def group() -> Iterator[None]:
+    with one_rank():
+        yield
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -30,8 +29,7 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_ddp(dtype: torch.dtype) -> None:
-    model, optimizer = with_optimizer(net(), torch.optim.AdamW)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, verbosity=0)
+    model, optimizer = start_amp(net(), torch.optim.AdamW, "O2", dtype=dtype)
     wrapper = nn.parallel.DistributedDataParallel(model)
     for _ in range(2):
         assert halfstep.check(wrapper, optimizer, batch=torch.randn(8, 32)) == []

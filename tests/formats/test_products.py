@@ -8,14 +8,11 @@ import importlib.metadata
 import itertools
 import runpy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,6 +25,7 @@ from halfstep.formats.format import Format
 from halfstep.formats.layers import recipe_of
 from halfstep.formats.quantize import quantize, round_to
 from halfstep.formats.recipe import RECIPES, Recipe
+from tests.support.processes import one_rank
 
 BY_DYNAMO = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 """Dynamo makes an instance of an autograd function while it traces one (torch 2.13)."""
@@ -446,15 +444,6 @@ class Network(nn.Module):
         x = F.relu(self.layers[0](x))
         x = checkpoint(self._middle, x, use_reentrant=False) if self.checkpoints else self._middle(x)
         return self.layers[3](x)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def trained(level: str, kind: Any, recipe: str | None, way: str = "") -> tuple[list[float], nn.Module]:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import DynamicLossScale, amp
 from tests.support.processes import Ranks
-from tests.support.worlds import scaled_backward, step_and_clear
+from tests.support.worlds import scaled_backward, start_amp, step_and_clear
 
 from .by_hand import ByHand
 
@@ -104,14 +104,7 @@ def train(rank: int, plan: Plan, dies: tuple[int, int, int] | None = None) -> tu
     """One rank: its weights in fp32 after each window, and its loss scales; ``dies`` is where which rank dies."""
     net = Branching()
     rule_ = DynamicLossScale(init_scale=64.0, growth_interval=1000)
-    net, optimizer = amp.initialize(
-        net,
-        OPTIMIZERS[plan.optimizer](net.parameters()),
-        opt_level=plan.level,
-        dtype=plan.half,
-        loss_scale=rule_,
-        verbosity=0,
-    )
+    net, optimizer = start_amp(net, OPTIMIZERS[plan.optimizer], plan.level, dtype=plan.half, loss_scale=rule_)
     model = DistributedDataParallel(net, find_unused_parameters=plan.finds_unused)
     weights, scales = [], []
     for w, window in enumerate(plan.windows):

@@ -22,9 +22,7 @@ from halfstep.casting.graph.cast_pass import cast_graph
 from halfstep.casting.graph.min_cut import fewest_casts
 from halfstep.core.hardware import has_units
 from halfstep.core.oplists import OpLists
-from tests.support.worlds import unscaled_step
-
-BF16, HALF = torch.bfloat16, torch.float16
+from tests.support.worlds import BF16, FP16, Made, unscaled_step
 
 
 class Transformer(nn.Module):
@@ -157,7 +155,7 @@ def test_parameters_together_and_outside_the_loop(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [HALF, BF16])
+@pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("name", MODELS)
 def test_o1_is_eager_o1(name: str, dtype: torch.dtype) -> None:
     """Loss and gradients equal those of amp.auto_cast with the same lists, to the bit for the loss."""
@@ -247,34 +245,18 @@ def test_fp32_numbers_are_not_rounded_on_the_way_to_an_fp32_reader() -> None:
         assert torch.equal(cast.module(x)[0], model(x))
 
 
-class Lerp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.lerp(self.linear(x), x, 0.5)
-
-
 def test_an_op_that_torch_does_not_promote_is_given_one_dtype() -> None:
     x = torch.randn(4, 8)
-    program = static.capture(Lerp(), None, [x])
+    model = Made(lambda self, x: torch.lerp(self.linear(x), x, 0.5), linear=nn.Linear(8, 8))
+    program = static.capture(model, None, [x])
     casting = cast_graph(program.graph_module, OpLists.default(), torch.bfloat16)
     assert next(row.reads for row in casting.rows if row.op == "lerp") == "float32"
     assert casting.module(x)[0].dtype is torch.float32
 
 
-class BackAndForth(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x).float())  # type: ignore[no-any-return]
-
-
 def test_a_cast_and_back_vanishes() -> None:
-    x, model = torch.randn(2, 8), BackAndForth()
+    x = torch.randn(2, 8)
+    model = Made(lambda self, x: self.b(self.a(x).float()), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     program = static.capture(model, None, [x])
     cast = cast_graph(program.graph_module, OpLists.default(), BF16, together=2**40)
     assert cast.casts_after == 2  # x, and the parameters
@@ -378,8 +360,7 @@ def test_fp32_training_is_eager_training() -> None:
         expected = F.cross_entropy(reference(inputs[0]), inputs[1])
         unscaled_step(expected, optimizer)
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
-    for a, b in zip(program.graph_module.buffers(), reference.buffers(), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close([*program.graph_module.buffers()], [*reference.buffers()])
 
 
 def test_o2_steps_are_those_of_amp_decorate() -> None:
@@ -398,8 +379,7 @@ def test_o2_steps_are_those_of_amp_decorate() -> None:
             expected = F.mse_loss(other(x), y)
         unscaled_step(expected, eager)
         torch.testing.assert_close(loss.float(), expected.detach().float(), rtol=2**-7, atol=0)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-9)
+    torch.testing.assert_close([*model.parameters()], [*other.parameters()], rtol=2**-7, atol=2**-9)
 
 
 def test_an_overflow_skips_the_step_and_lowers_the_scale() -> None:
@@ -436,8 +416,8 @@ def test_a_16_bit_loss_is_scaled_in_fp32() -> None:
     before = model.weight.detach().float().clone()
     feed = {"input": torch.zeros(2, 4), "label": torch.full((2, 4), 3.0)}
     (loss,) = static.Executor().run(program, feed, [program.loss])
-    assert loss.dtype is HALF
-    assert loss.item() * 2**15 > torch.finfo(HALF).max
+    assert loss.dtype is FP16
+    assert loss.item() * 2**15 > torch.finfo(FP16).max
     model.zero_grad()
     static.Executor().run(program, {**feed, "input": torch.ones(2, 4)})
     assert not torch.equal(model.weight.float(), before), "the step was not skipped"
@@ -505,14 +485,14 @@ def ready() -> tuple[nn.Module, static.Program, torch.optim.Optimizer]:
 @pytest.mark.parametrize(
     ("arguments", "keywords", "scale", "half", "level"),
     [
-        ((), {}, 2.0**16, HALF, "O1"),
-        ((), {"init_loss_scaling": 8.0}, 8.0, HALF, "O1"),
-        ((None, 8.0), {}, 8.0, HALF, "O1"),
-        ((), {"use_pure_fp16": True}, 2.0**15, HALF, "O2"),
+        ((), {}, 2.0**16, FP16, "O1"),
+        ((), {"init_loss_scaling": 8.0}, 8.0, FP16, "O1"),
+        ((None, 8.0), {}, 8.0, FP16, "O1"),
+        ((), {"use_pure_fp16": True}, 2.0**15, FP16, "O2"),
         ((), {"use_bf16": True}, 1.0, BF16, "O1"),
         ((None, "O2", "bfloat16"), {}, 1.0, BF16, "O2"),
-        ((), {"level": "OD"}, 2.0**16, HALF, "OD"),
-        ((), {"level": "O0"}, 1.0, HALF, "O0"),
+        ((), {"level": "OD"}, 2.0**16, FP16, "OD"),
+        ((), {"level": "O0"}, 1.0, FP16, "O0"),
     ],
 )
 def test_both_signatures_of_decorate(arguments: Any, keywords: Any, scale: float, half: Any, level: str) -> None:
@@ -701,9 +681,9 @@ def test_the_examples_of_paddles_guide(name: str) -> None:
             )
             losses.append(train_loss[0])
     assert losses[-1] < losses[0]
-    assert losses[0].dtype is (HALF if name == "O2" else torch.float32), "the guide prints a float16 loss for O2 alone"
+    assert losses[0].dtype is (FP16 if name == "O2" else torch.float32), "the guide prints a float16 loss for O2 alone"
     kinds = [p.dtype for p in model.parameters()]
-    assert kinds == {"O2": [HALF] * 18, "O2 with guard": [torch.float32] * 2 + [HALF] * 16}.get(
+    assert kinds == {"O2": [FP16] * 18, "O2 with guard": [torch.float32] * 2 + [FP16] * 16}.get(
         name, [torch.float32] * 18
     )
     if name != "fp32":

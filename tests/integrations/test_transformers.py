@@ -127,8 +127,7 @@ def test_trains_as_the_plain_loop_does(level: str, dtype: str, accumulate: int, 
     trainer.train()
     expected, weights = direct_loop(llama(), level, dtype, fused=fused, accumulate=accumulate)
     torch.testing.assert_close(losses(trainer), expected, rtol=1e-6, atol=1e-6)  # it logs rounded sums
-    for mine, other in zip(masters(trainer), weights, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    torch.testing.assert_close([*masters(trainer)], [*weights], rtol=0, atol=0)
 
 
 def test_every_weight_of_a_model_loaded_in_bf16_moves(tmp_path: Path) -> None:
@@ -164,8 +163,7 @@ def test_resumes_bit_for_bit(level: str, dtype: str, loaded: torch.dtype, tmp_pa
     whole.train()
     resumed = trainer()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    for mine, other in zip(masters(resumed), masters(whole), strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    torch.testing.assert_close([*masters(resumed)], [*masters(whole)], rtol=0, atol=0)
     assert resumed.accelerator.scaler.get_scale() == whole.accelerator.scaler.get_scale()
     assert losses(resumed) == losses(whole)
 

@@ -18,8 +18,8 @@ from halfstep.kernels.launch import launch
 from halfstep.kernels.storage import SPLIT, dense, join, plain, split, stochastic
 from halfstep.kernels.tensor_table import ScalarTable, TensorTable
 from tests.support.backends import on_each_backend  # noqa: F401
+from tests.support.worlds import BF16, FP16, FP32, FP64
 
-F32, F64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 SHAPES = [(3, 4), (), (0,), (70_000,), (2, 3, 5)]
 
 
@@ -36,7 +36,7 @@ INTERPRETED = pytest.mark.skipif(
 )
 
 
-def some(seed: int, dtype: torch.dtype = F32) -> list[torch.Tensor]:
+def some(seed: int, dtype: torch.dtype = FP32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
@@ -48,7 +48,7 @@ def expected(x: torch.Tensor, y: torch.Tensor, a: float, b: float) -> torch.Tens
 
 
 def close(found: torch.Tensor, exact: torch.Tensor) -> None:
-    tolerance = 16 * max(torch.finfo(found.dtype).eps, torch.finfo(F32).eps)
+    tolerance = 16 * max(torch.finfo(found.dtype).eps, torch.finfo(FP32).eps)
     torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
 
 
@@ -59,14 +59,14 @@ def zero() -> torch.Tensor:
 # ---- results
 
 
-@pytest.mark.parametrize("dtype", [F32, F64, BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, FP64, BF16, FP16], ids=str)
 def test_every_operation_and_sum_is_that_of_float64(dtype: torch.dtype) -> None:
     x, y, out, found = some(0, dtype), some(1, dtype), some(2, dtype), zero()
     before = [t.clone() for t in (*x, *y)]
     sums = launch(TensorTable.of(x=x, y=y, out=out), ALL, {"a": 0.25, "b": torch.tensor(4.0)}, found=found)
     for p, q, r in zip(x, y, out, strict=True):
         close(r, expected(p, q, 0.25, 4.0))
-    assert (sums.dtype, sums.shape) == (F64, (1, len(SHAPES)))
+    assert (sums.dtype, sums.shape) == (FP64, (1, len(SHAPES)))
     exact = torch.stack([(p.double() - q.double()).square().sum() for p, q in zip(x, y, strict=True)])
     torch.testing.assert_close(sums[0], exact, rtol=1e-5, atol=0.0)
     assert found == 0
@@ -113,7 +113,7 @@ def surveyed(x: list[torch.Tensor], y: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([torch.stack([number.double() for number in line]) for line in lines])
 
 
-@pytest.mark.parametrize("dtype", [F32, F64, BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, FP64, BF16, FP16], ids=str)
 def test_zeros_are_counted_and_the_largest_magnitude_found(dtype: torch.dtype) -> None:
     x, y = some(0, dtype), some(1, dtype)
     x[0][0] = 0.0
@@ -166,7 +166,7 @@ def test_a_skipped_pass_writes_nothing_and_sums_nothing(skip: float) -> None:
 
 def test_nothing_is_nothing() -> None:
     for x in ([], [torch.zeros(0)]):
-        rows = TensorTable({name: (dense(F32), ([*map(torch.clone, x)],)) for name in ("x", "y", "out")})
+        rows = TensorTable({name: (dense(FP32), ([*map(torch.clone, x)],)) for name in ("x", "y", "out")})
         found = zero()
         sums = launch(rows, ALL, {"a": 1.0, "b": 1.0}, found=found)
         assert (sums.shape, float(sums.sum()), float(found), len(rows)) == ((1, len(x)), 0.0, 0.0, len(x))
@@ -224,7 +224,7 @@ def test_renewed_gradients_are_read_and_moved_columns_refused() -> None:
     launch(rows, MOVE, {"lr": 0.25})
     assert [t.flatten().tolist() for t in p] == [[0.0] * 3, [-0.5] * 4]
     assert rows.renew([torch.full((3,), 2.0), torch.full((2, 2), 4.0)])
-    for wrong in (torch.ones(3, dtype=F64), torch.ones(6)[::2], torch.ones(3).to_sparse()):
+    for wrong in (torch.ones(3, dtype=FP64), torch.ones(6)[::2], torch.ones(3).to_sparse()):
         assert not rows.renew([wrong, torch.ones(2, 2)])
 
 
@@ -264,7 +264,7 @@ def test_addresses_are_read_once_for_all_chunk_sizes() -> None:
 def stepped(storage: Any, parts: Any, **scalars: Any) -> None:
     """One step of 2**-10 for a column of ones."""
     gradients = [torch.full(part.shape, 2.0**-10) for part in parts[0]]
-    rows = TensorTable({"g": (dense(F32), (gradients,)), "p": (storage, parts)})
+    rows = TensorTable({"g": (dense(FP32), (gradients,)), "p": (storage, parts)})
     launch(rows, MOVE, {"lr": 1.0, **scalars})
 
 
@@ -321,7 +321,7 @@ def test_triton_rounds_stochastically_as_the_others_do(on: str, seed: int) -> No
 
 
 @INTERPRETED
-@pytest.mark.parametrize("dtype", [F32, F64, BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, FP64, BF16, FP16], ids=str)
 def test_triton_computes_every_operation_as_the_others_do(on: str, dtype: torch.dtype) -> None:
     results = []
     for name in (on, "triton"):
@@ -336,10 +336,10 @@ def test_triton_computes_every_operation_as_the_others_do(on: str, dtype: torch.
 
 
 def test_a_batch_computes_in_double_if_a_column_is() -> None:
-    assert TensorTable.of(x=[torch.ones(1)]).compute_dtype is F32
-    assert TensorTable.of(x=[torch.ones(1)], y=[torch.ones(1, dtype=F64)]).compute_dtype is F64
-    assert TensorTable({"x": (dense(F32), ([torch.ones(1)],))}, F64).compute_dtype is F64
-    assert TensorTable({"p": (plain(BF16), ([torch.ones(1)], [torch.ones(1)])), "g": (dense(F32), ([],))}).slots == {
+    assert TensorTable.of(x=[torch.ones(1)]).compute_dtype is FP32
+    assert TensorTable.of(x=[torch.ones(1)], y=[torch.ones(1, dtype=FP64)]).compute_dtype is FP64
+    assert TensorTable({"x": (dense(FP32), ([torch.ones(1)],))}, FP64).compute_dtype is FP64
+    assert TensorTable({"p": (plain(BF16), ([torch.ones(1)], [torch.ones(1)])), "g": (dense(FP32), ([],))}).slots == {
         "p": 0,
         "g": 2,
     }
@@ -364,7 +364,7 @@ def test_a_trace_computes_each_value_once_and_reads_what_is_used() -> None:
 
 
 def test_a_scalar_table_writes_what_changed() -> None:
-    table = ScalarTable(["a", "b", "seed"], 2, F32, torch.device("cpu"))
+    table = ScalarTable(["a", "b", "seed"], 2, FP32, torch.device("cpu"))
     values = table.fill({"a": 1.0, "b": torch.tensor([2.0, 3.0]), "seed": torch.tensor([5, 6], dtype=torch.int32)})
     assert values[:2].tolist() == [[1.0, 1.0], [2.0, 3.0]]
     assert values[2].view(torch.int32).tolist() == [5, 6]
@@ -376,7 +376,7 @@ def test_a_scalar_table_writes_what_changed() -> None:
     table.fill({"a": torch.tensor(3.0), "b": 4.0, "seed": torch.tensor([7, 8], dtype=torch.int32)})
     table.fill({"a": 1.0, "b": 4.0, "seed": torch.tensor([7, 8], dtype=torch.int32)})
     assert values[0].tolist() == [1.0, 1.0]
-    assert ScalarTable([], 2, F64, torch.device("cpu")).fill({}).shape == (1, 2)
+    assert ScalarTable([], 2, FP64, torch.device("cpu")).fill({}).shape == (1, 2)
 
 
 def test_a_backend_is_chosen_for_a_block(on: str) -> None:

@@ -20,8 +20,8 @@ from halfstep.kernels.launch import launch
 from halfstep.kernels.storage import join
 from halfstep.kernels.tensor_table import TensorTable
 from halfstep.optimizers.param_rows import read_gradients
+from tests.support.worlds import BF16, FP16, FP32, FP64, assert_equal
 
-F32, F64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 SHAPES = [(7,), (), (0,), (3, 50), (2, 3, 4, 4), (130,)]
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (optimizers.FusedAdam, {"weight_decay": 0.1}),
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "novograd": (optimizers.FusedNovoGrad, {"weight_decay": 0.1}),
     "adagrad, decoupled": (optimizers.FusedAdagrad, {"weight_decay": 0.1, "adagrad_w_mode": True}),
 }
-FORMS = [(F32, None), (F64, None), (BF16, True), (BF16, "split"), (FP16, True), (BF16, None)]
+FORMS = [(FP32, None), (FP64, None), (BF16, True), (BF16, "split"), (FP16, True), (BF16, None)]
 
 
 @pytest.fixture(autouse=True)
@@ -88,13 +88,12 @@ def test_it_is_the_reference_up_to_roundings(
     # Without masters, and of a 16-bit moment, every rounding may fall the other way.
     narrow = masters is None and dtype is BF16
     unit = 4 * torch.finfo(BF16).eps if narrow else 2e-4 if "bf16 moment" in case else 1e-5
-    for ours, theirs in zip(values(params, optimizer), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=unit, atol=unit)
+    torch.testing.assert_close([*values(params, optimizer)], [*expected], rtol=unit, atol=unit)
     for ours, theirs in zip(params, weights, strict=True):
         torch.testing.assert_close(ours.detach(), theirs, rtol=2 * torch.finfo(dtype).eps + unit, atol=unit)
 
 
-@pytest.mark.parametrize("form", [(F32, None), (BF16, True), (BF16, "split")], ids=str)
+@pytest.mark.parametrize("form", [(FP32, None), (BF16, True), (BF16, "split")], ids=str)
 @pytest.mark.parametrize("case", ["adamw", "momentum", "adagrad", "lamb", "novograd"])
 def test_pieces_change_nothing(case: str, form: tuple[torch.dtype, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
@@ -135,8 +134,7 @@ def test_a_step_that_is_skipped_changes_nothing(case: str) -> None:
     before = copy.deepcopy((params, [optimizer.state[p] for p in params]))
     optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.ones(())
     train(params, optimizer, 1)
-    for p, old in zip(params, before[0], strict=True):
-        assert torch.equal(p, old)
+    assert_equal(params, before[0])
     for state, old in zip((optimizer.state[p] for p in params), before[1], strict=True):
         assert all(torch.equal(state[name], old[name]) for name in old)
 
@@ -182,8 +180,7 @@ def test_a_checkpoint_moves_between_machines_with_and_without_a_compiler(first: 
             for p, weight in zip(params, saved[0], strict=True):
                 p.copy_(weight)
         optimizer.load_state_dict(saved[1])
-        for ours, theirs in zip(values(params, optimizer), kept, strict=True):
-            assert torch.equal(ours, theirs)
+        assert_equal(values(params, optimizer), kept)
         train(params, optimizer, seed=2)
         for p, ours, theirs in zip(params, values(params, optimizer), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -196,7 +193,7 @@ def test_a_checkpoint_moves_between_machines_with_and_without_a_compiler(first: 
 # ---- sums of squares
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, F32, F64], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
 @pytest.mark.parametrize("factor", [1.0, 1e-4, 1e4])
 @pytest.mark.parametrize("piece", [1 << 20, 64])
 def test_sums_of_squares(dtype: torch.dtype, factor: float, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:

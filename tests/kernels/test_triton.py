@@ -17,6 +17,7 @@ from halfstep.kernels.launch import launch
 from halfstep.kernels.multi_tensor import l2norm_kernel
 from halfstep.kernels.storage import SPLIT, dense, split
 from halfstep.kernels.tensor_table import TensorTable
+from tests.support.worlds import BF16
 
 pytestmark = [
     pytest.mark.skipif(
@@ -24,8 +25,6 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # NumPy's; a GPU has none
 ]
-
-F32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from halfstep.core.errors import ArgumentTypeError
 from halfstep.model import Callback
 from halfstep.paddle.model.configs import read_configs
 from tests.support import digits as sklearn_digits
-from tests.support.worlds import step_and_clear, with_optimizer
+from tests.support.worlds import Applies, step_and_clear, with_optimizer
 
 RECORDED = json.loads((Path(__file__).parents[1] / "golden/paddle_hapi.json").read_text())
 
@@ -74,8 +74,7 @@ def test_windows_are_averaged_the_last_one_over_what_is_left(level: str) -> None
                 loss = nn.functional.cross_entropy(net(x).float(), y)
             (loss / len(window)).backward()
         step_and_clear(optimizer)
-    for ours, theirs in zip(model.network.state_dict().values(), net.state_dict().values(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch.testing.assert_close([*model.network.state_dict().values()], [*net.state_dict().values()], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -173,8 +172,7 @@ def test_a_window_is_one_batch_of_all_its_samples() -> None:
     whole, parts = prepared("O0"), prepared("O0")
     whole.fit([(x, y)], verbose=0)
     parts.fit(TensorDataset(x, y), batch_size=4, accumulate_grad_batches=3, shuffle=False, verbose=0)
-    for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close([*parts.parameters()], [*whole.parameters()], rtol=1e-6, atol=1e-7)
 
 
 def test_metrics_and_their_names() -> None:
@@ -440,22 +438,14 @@ def test_fit_ends_after_so_many_batches(options: dict[str, Any], seen: list[list
 
 
 def test_outputs_can_be_stacked() -> None:
-    class Two(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return x, x.sum(1)
-
+    two = Applies(lambda x: (x, x.sum(1)))
     x = torch.randn(10, 3)
-    for net, expected in ((nn.Identity(), [x]), (Two(), [x, x.sum(1)])):
+    for net, expected in ((nn.Identity(), [x]), (two, [x, x.sum(1)])):
         found = halfstep.Model(net).predict(TensorDataset(x), batch_size=4, stack_outputs=True, verbose=0)
         assert all(map(torch.equal, found, expected))
         assert len(found) == len(expected)
-
-    class Mean(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return x.mean()
-
     with pytest.raises(halfstep.HalfstepError, match="stack_outputs=True needs a network whose outputs are tensors"):
-        halfstep.Model(Mean()).predict([x], stack_outputs=True, verbose=0)
+        halfstep.Model(Applies(torch.mean)).predict([x], stack_outputs=True, verbose=0)
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])

@@ -16,9 +16,7 @@ from halfstep import Finding, amp
 from halfstep.diagnostics.numerics.alarms import findings_in
 from halfstep.numerics import Monitor, Row, load_rows, save_rows, write_report
 from tests.numerics.models import MODELS
-from tests.support.worlds import advance, unscaled_step, with_optimizer
-
-HALVES = [torch.float16, torch.bfloat16]
+from tests.support.worlds import Made, advance, unscaled_step, with_optimizer
 
 
 def monitored(model: nn.Module, *args: Any, **kwargs: Any) -> list[Finding]:
@@ -84,20 +82,10 @@ def test_a_bad_batch_is_no_fault_of_a_module() -> None:
 
 
 def test_a_mask_of_zeros_and_minus_inf_is_meant_to_be_so() -> None:
-    class Attention(nn.Module):
-        def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
-            return (x * 1e4 * 1e4 + mask).softmax(-1)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.out = Attention(), nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
-            return self.out(self.attention(x, mask=mask))
-
+    attention = Made(lambda self, x, mask: (x * 1e4 * 1e4 + mask).softmax(-1))
+    model = Made(lambda self, x, mask: self.out(self.attention(x, mask=mask)), attention=attention, out=nn.Linear(8, 8))
     mask = torch.zeros(8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -math.inf).half()
-    (finding,) = monitored(Model().half(), torch.randn(8, 8).half(), mask=mask)
+    (finding,) = monitored(model.half(), torch.randn(8, 8).half(), mask=mask)
     assert finding.where.split(", ")[0] == "attention"
     assert "what goes into it is finite" in finding.message
 
@@ -267,16 +255,9 @@ def test_a_trend_is_one_if_it_is_steeper_than_its_noise(noise: float, codes: lis
 
 
 def test_an_overflow_after_a_step_that_was_too_large_is_not_blamed_on_its_module() -> None:
-    class Grows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x) * 1e3
-
     torch.manual_seed(0)
-    model, optimizer = with_optimizer(nn.Sequential(nn.Linear(8, 8), Grows()), torch.optim.SGD, lr=10.0)
+    first, grows = nn.Linear(8, 8), Made(lambda self, x: self.layer(x) * 1e3, layer=nn.Linear(8, 8))
+    model, optimizer = with_optimizer(nn.Sequential(first, grows), torch.optim.SGD, lr=10.0)
     with Monitor(model, optimizer, every=1) as monitor:
         for _ in range(30):
             unscaled_step(model(torch.ones(4, 8)).square().mean(), optimizer)

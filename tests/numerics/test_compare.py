@@ -17,9 +17,8 @@ from halfstep.core.errors import ArgumentValueError
 from halfstep.numerics import Monitor, Row, compare, save_rows
 from tests.numerics.faults import draw
 from tests.numerics.models import MODELS, Trial
-from tests.support.worlds import unscaled_step
+from tests.support.worlds import HALVES, unscaled_step
 
-HALVES = [torch.float16, torch.bfloat16]
 PROBE = tuple(math.sin(i) for i in range(1, 65))
 RMS = math.hypot(*PROBE) / 8.0
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from halfstep import Policy, amp, numerics
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.numerics import Comparison, Entry
-from tests.support.processes import Ranks
-from tests.support.worlds import Applies, scaled_step, with_optimizer
-
-HALVES = [torch.float16, torch.bfloat16]
+from tests.support.processes import Ranks, one_rank
+from tests.support.worlds import HALVES, Applies, scaled_step, start_amp, with_optimizer
 
 
 class Net(nn.Module):
@@ -223,8 +220,7 @@ def test_without_a_candidate_the_step_is_compared_as_it_is(recipe: Callable[[nn.
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_model_that_was_brought_up_is_compared_as_it_is(level: str, dtype: torch.dtype) -> None:
-    model, optimizer = with_optimizer(broken(), torch.optim.AdamW)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
+    model, optimizer = start_amp(broken(), torch.optim.AdamW, level, dtype=dtype)
     before = state_of(model)
     found = numerics.compare_step(lambda: loss_of(model), model)
     assert top(found) == ("1", "cancellation")
@@ -421,15 +417,6 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: Any, text
     model = arguments.pop("model", nn.Linear(2, 2))
     with pytest.raises(error, match=text):
         numerics.compare_step(lambda: None, model, **arguments)
-
-
-@contextmanager
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_sharded_model_is_refused() -> None:

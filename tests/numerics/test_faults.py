@@ -12,8 +12,7 @@ from halfstep import numerics
 from halfstep.numerics import Comparison
 from tests.numerics.faults import KINDS, Fault, draw
 from tests.numerics.models import MODELS
-
-HALVES = [torch.float16, torch.bfloat16]
+from tests.support.worlds import HALVES
 
 
 def compared(fault: Fault) -> Comparison:

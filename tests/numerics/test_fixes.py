@@ -13,6 +13,7 @@ from torch import nn
 
 import halfstep
 from halfstep import amp, numerics
+from tests.support.worlds import advance
 
 
 class Squares(nn.Module):
@@ -42,10 +43,7 @@ def trained(layer: nn.Module, broken: bool, **options: Any) -> tuple[list[float]
     with numerics.Monitor(model, optimizer, every=1) as monitor:
         for _ in range(5):
             loss = nn.functional.cross_entropy(model(x), torch.arange(16) % 4)
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(loss, optimizer)
             losses.append(loss.item())
     return losses, found + monitor.findings()
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep import amp, numerics
+from halfstep import numerics
 from halfstep.amp import debugging
-from tests.support.worlds import scaled_step
+from tests.support.worlds import BF16, scaled_step, start_amp
 
 X, Y = torch.ones(4, 4), torch.tensor([0, 1, 0, 1])
 
@@ -57,9 +57,8 @@ TOOLS: dict[str, Callable[[Any, Any], object]] = {
 @pytest.mark.usefixtures("collector_off")
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_model_goes_with_its_last_reference(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    model, optimizer = amp.initialize(
-        model, torch.optim.AdamW(model.parameters()), opt_level="O1", dtype=torch.bfloat16, verbosity=0
+    model, optimizer = start_amp(
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.optim.AdamW, "O1", dtype=BF16
     )
     TOOLS[tool](model, optimizer)
     reference = weakref.ref(model)

@@ -21,9 +21,20 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.numerics import Monitor, Row, load_rows
-from tests.support.worlds import advance, scaled_backward, scaled_step, step_and_clear, unscaled_step, with_optimizer
+from tests.support.worlds import (
+    FP16,
+    HALVES,
+    Applies,
+    Made,
+    advance,
+    scaled_backward,
+    scaled_step,
+    start_amp,
+    step_and_clear,
+    unscaled_step,
+    with_optimizer,
+)
 
-HALVES = [torch.float16, torch.bfloat16]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
@@ -54,10 +65,26 @@ def by_block(model: nn.Module, optimizer: Any, step: int) -> None:
 
 
 def prepared(level: str, dtype: torch.dtype, kind: str, **options: Any) -> tuple[nn.Module, Any]:
-    model = net()
-    return amp.initialize(
-        model, OPTIMIZERS[kind](model.parameters()), opt_level=level, dtype=dtype, verbosity=0, **options
-    )
+    return start_amp(net(), OPTIMIZERS[kind], level, dtype=dtype, **options)
+
+
+def plainly(model: nn.Module, optimizer: Any, step: int) -> None:
+    unscaled_step(loss_of(model, step), optimizer)
+
+
+def watched(model: nn.Module, optimizer: Any, train: Any = by_block, steps: int = 1, **options: Any) -> list[Row]:
+    """Train under a monitor; return its rows."""
+    with Monitor(model, optimizer, **{"every": 1, **options}) as monitor:
+        for step in range(steps):
+            train(model, optimizer, step)
+    return monitor.rows()
+
+
+def passed(model: nn.Module, x: torch.Tensor, **options: Any) -> tuple[Any, list[Row]]:
+    """Run a forward pass under a monitor; return its output and the rows."""
+    with Monitor(model, every=1, **options) as monitor:
+        output = model(x)
+    return output, monitor.rows()
 
 
 def of(rows: list[Row], tensor: str, module: str | None = None, step: int | None = None) -> list[Row]:
@@ -114,15 +141,10 @@ def test_rows_of_a_small_model_are_exact(dtype: torch.dtype) -> None:
 
 
 def test_probes_are_values_at_the_same_places() -> None:
-    model = net()
-    with Monitor(model, every=1) as monitor:
-        output = model(batch(0))
-    (row,) = of(monitor.rows(), "output", "3")
+    output, rows = passed(net(), batch(0))
+    (row,) = of(rows, "output", "3")
     assert row.probe == tuple(output.detach().flatten()[: row.numel].tolist())
-    large = nn.Linear(16, 1000)
-    with Monitor(large, every=1, sample=1) as monitor:
-        output = large(batch(0))
-    (row,) = monitor.rows()
+    output, (row,) = passed(nn.Linear(16, 1000), batch(0), sample=1)
     sampled = sum(row.exponents.values())
     assert 200 <= sampled <= 256
     assert len(row.probe) == 64
@@ -131,31 +153,22 @@ def test_probes_are_values_at_the_same_places() -> None:
     assert row.amax == float(output.detach().abs().max()), "the largest is that of all elements"
 
 
-@pytest.mark.parametrize("layout", ["transposed", "expanded", "channels last"])
-def test_any_layout_is_read(layout: str) -> None:
-    class Shape(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if layout == "transposed":
-                return x.T
-            if layout == "expanded":
-                return x[:1].expand(8, 16)
-            return x.reshape(2, 4, 4, 4).to(memory_format=torch.channels_last)
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x.T,
+    "expanded": lambda x: x[:1].expand(8, 16),
+    "channels last": lambda x: x.reshape(2, 4, 4, 4).to(memory_format=torch.channels_last),
+}
 
-    shape = Shape()
-    with Monitor(shape, every=1) as monitor:
-        output = shape(batch(0))
-    exact(monitor.rows()[0], output)
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_is_read(layout: str) -> None:
+    output, rows = passed(Applies(LAYOUTS[layout]), batch(0))
+    exact(rows[0], output)
 
 
 def test_negative_zero_is_zero_and_a_zero_of_relu_is_no_underflow() -> None:
-    class Zeros(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.where(x > 0, x, -0.0).half()
-
-    model = nn.Sequential(Zeros(), nn.ReLU())
-    with Monitor(model, every=1) as monitor:
-        output = model(batch(0))
-    rows = monitor.rows()
+    zeros = Applies(lambda x: torch.where(x > 0, x, -0.0).half())
+    output, rows = passed(nn.Sequential(zeros, nn.ReLU()), batch(0))
     assert {"0", "1"} <= {row.module for row in rows}
     for row in rows:
         assert row.zeros == float((output == 0).double().mean())
@@ -165,14 +178,7 @@ def test_negative_zero_is_zero_and_a_zero_of_relu_is_no_underflow() -> None:
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_inf_and_nan_are_counted(bad: float) -> None:
-    class Bad(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.index_fill(0, torch.tensor([3]), bad)
-
-    model = Bad()
-    with Monitor(model, every=1) as monitor:
-        model(batch(0))
-    (row,) = monitor.rows()
+    _, (row,) = passed(Applies(lambda x: x.index_fill(0, torch.tensor([3]), bad)), batch(0))
     assert (row.overflow, row.nan) == ((0.0, 1 / 8) if math.isnan(bad) else (1 / 8, 0.0))
     assert math.isnan(row.amax) == math.isnan(bad)
     assert row.headroom == -math.inf
@@ -217,17 +223,15 @@ def test_updates_are_those_of_the_masters() -> None:
         assert rows[name].dtype == "float32"
         assert rows[name].amax == pytest.approx(float((new - old).abs().max()), rel=1e-6)
     lost, plain = with_optimizer(net().bfloat16(), torch.optim.AdamW, lr=1e-7, foreach=False)
-    with Monitor(lost, plain, every=1) as monitor:
-        lost(batch(0).bfloat16()).float().square().mean().backward()
-        plain.step()
-    assert all(row.zeros > 0.9 for row in of(monitor.rows(), "update") if row.module == "0.weight")
+    rows_of_lost = watched(
+        lost, plain, lambda *_: unscaled_step(lost(batch(0).bfloat16()).float().square().mean(), plain)
+    )
+    assert all(row.zeros > 0.9 for row in of(rows_of_lost, "update", "0.weight"))
 
 
 def test_a_skipped_step_has_no_updates_and_its_overflow_is_seen() -> None:
     model, optimizer = prepared("O2", torch.float16, "AdamW", loss_scale=2.0**20)
-    with Monitor(model, optimizer, every=1) as monitor:
-        scaled_step(loss_of(model, 0) * 1e4, optimizer)
-    rows = monitor.rows()
+    rows = watched(model, optimizer, lambda *_: scaled_step(loss_of(model, 0) * 1e4, optimizer))
     assert not of(rows, "update")
     assert max(row.overflow + row.nan for row in of(rows, "grad")) >= 1.0
 
@@ -321,29 +325,11 @@ def test_a_watched_model_is_copied_and_pickled_and_the_copy_is_not_watched(level
 
 
 def test_a_parameter_that_a_module_returns_keeps_no_hook() -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
-
-        def forward(self) -> torch.Tensor:
-            return self.weight
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = Table()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.table()
-
-    model, optimizer = with_optimizer(Whole(), torch.optim.SGD, lr=0.1)
-    with Monitor(model, optimizer, every=1) as monitor:
-        for _ in range(3):
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-    assert not model.table.weight._backward_hooks
-    assert [row.step for row in of(monitor.rows(), "output", "table")] == [0, 1, 2]
+    table = Made(lambda self: self.weight, weight=nn.Parameter(torch.ones(16)))
+    model, optimizer = with_optimizer(Made(lambda self, x: x * self.table(), table=table), torch.optim.SGD, lr=0.1)
+    rows = watched(model, optimizer, plainly, 3)
+    assert not table.weight._backward_hooks
+    assert [row.step for row in of(rows, "output", "table")] == [0, 1, 2]
 
 
 # ---- steps and passes
@@ -395,11 +381,10 @@ def test_two_monitors_of_one_optimizer_see_the_same() -> None:
 
 def test_a_monitor_may_come_before_amp() -> None:
     model, optimizer = with_optimizer(net(), torch.optim.AdamW, lr=1e-2)
-    monitor = Monitor(model, optimizer, every=1).attach()
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
-    for step in range(2):
-        by_block(model, optimizer, step)
-    monitor.detach()
+    with Monitor(model, optimizer, every=1) as monitor:
+        amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+        for step in range(2):
+            by_block(model, optimizer, step)
     assert {row.step for row in of(monitor.rows(), "grad")} == {0, 1}
 
 
@@ -422,32 +407,17 @@ def test_a_module_that_works_in_place_and_a_dataclass_have_rows() -> None:
     class Out:
         value: torch.Tensor
 
-    class Double(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.mul_(1e6)
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.Sequential(nn.Linear(16, 4), Double())
-
-        def forward(self, x: torch.Tensor) -> Out:
-            return Out(self.parts(x) * 2)
-
-    model = Whole()
-    with torch.no_grad(), Monitor(model, every=1) as monitor:
-        model(batch(0))
-    assert [row.module for row in monitor.rows()] == ["parts.0", "parts.1", "(root)"]
+    parts = nn.Sequential(nn.Linear(16, 4), Applies(lambda x: x.mul_(1e6)))
+    with torch.no_grad():
+        _, rows = passed(Made(lambda self, x: Out(self.parts(x) * 2), parts=parts), batch(0))
+    assert [row.module for row in rows] == ["parts.0", "parts.1", "(root)"]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_parts_of_torchscript_are_left_out() -> None:
     model = nn.Sequential(nn.Linear(16, 4), torch.jit.script(nn.ReLU()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every=1) as monitor:
-        loss_of(model, 0).backward()
-        optimizer.step()
-    assert {row.module for row in of(monitor.rows(), "output")} == {"0", "(root)"}
+    rows = watched(*with_optimizer(model, torch.optim.SGD, lr=0.1), plainly)
+    assert {row.module for row in of(rows, "output")} == {"0", "(root)"}
 
 
 @pytest.mark.exhaustive
@@ -489,15 +459,7 @@ def test_passes_of_one_step_are_added_up() -> None:
 
 
 def test_a_module_that_is_called_twice_has_two_rows() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(self.inner(x))
-
-    model = Twice()
+    model = Made(lambda self, x: self.inner(self.inner(x)), inner=nn.Linear(16, 16))
     with Monitor(model, every=1) as monitor:
         for step in range(2):
             model(batch(step))
@@ -508,19 +470,8 @@ def test_a_module_that_is_called_twice_has_two_rows() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_a_checkpoint_recomputes_counts_once(reentrant: bool) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return checkpoint(self.inner, x.requires_grad_(), use_reentrant=reentrant)
-
-    model, optimizer = with_optimizer(Checkpointed(), torch.optim.SGD, lr=0.1)
-    with Monitor(model, optimizer, every=1) as monitor:
-        loss_of(model, 0).backward()
-        optimizer.step()
-    rows = monitor.rows()
+    model = Made(lambda self, x: checkpoint(self.inner, x.requires_grad_(), use_reentrant=reentrant), inner=net())
+    rows = watched(*with_optimizer(model, torch.optim.SGD, lr=0.1), plainly)
     for name in ("inner.0", "inner.1", "inner.2"):
         assert [(row.call, row.merged) for row in of(rows, "output", name)] == [(0, 1)]
         assert [(row.call, row.merged) for row in of(rows, "output_grad", name)] == [(0, 1)]
@@ -630,37 +581,25 @@ def test_vmap_and_functional_calls_are_left_alone() -> None:
 def test_released_gradients_are_not_seen_and_the_rest_is() -> None:
     model, optimizer = with_optimizer(net(), optimizers.FusedAdam, lr=1e-2)
     release = optimizer.attach(model)
-    with Monitor(model, optimizer, every=1) as monitor:
-        loss_of(model, 0).backward()
-        optimizer.step()
+    rows = watched(model, optimizer, plainly)
     release.remove()
-    assert not of(monitor.rows(), "grad")
-    assert of(monitor.rows(), "output")
+    assert not of(rows, "grad")
+    assert of(rows, "output")
 
 
 def test_train_step_is_watched() -> None:
     model, optimizer = prepared("O2", torch.bfloat16, "AdamW")
     step = halfstep.TrainStep(model, lambda output, _: output.float().square().mean(), optimizer)
-    with Monitor(model, optimizer, every=1) as monitor:
-        for index in range(2):
-            step(batch(index), torch.zeros(()))
-    assert {row.step for row in of(monitor.rows(), "grad")} == {0, 1}
+    rows = watched(model, optimizer, lambda _model, _optimizer, index: step(batch(index), torch.zeros(())), 2)
+    assert {row.step for row in of(rows, "grad")} == {0, 1}
 
 
 def test_sparse_integer_and_empty_tensors_are_taken_or_left() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(50, 4, sparse=True)
+    def outputs(self: Any, ids: torch.Tensor) -> Any:
+        return {"out": self.table(ids), "ids": ids, "none": torch.zeros(0), "z": torch.ones(2) * 1j}
 
-        def forward(self, ids: torch.Tensor) -> Any:
-            return {"out": self.table(ids), "ids": ids, "none": torch.zeros(0), "z": torch.ones(2) * 1j}
-
-    model, optimizer = with_optimizer(Odd(), torch.optim.SparseAdam)
-    with Monitor(model, optimizer, every=1) as monitor:
-        model(torch.tensor([1, 2, 1]))["out"].sum().backward()
-        optimizer.step()
-    rows = monitor.rows()
+    model, optimizer = with_optimizer(Made(outputs, table=nn.Embedding(50, 4, sparse=True)), torch.optim.SparseAdam)
+    rows = watched(model, optimizer, lambda *_: unscaled_step(model(torch.tensor([1, 2, 1]))["out"].sum(), optimizer))
     assert [row.module for row in of(rows, "output")] == ["table"]
     assert of(rows, "grad")[0].numel == 2 * 4
 
@@ -685,13 +624,11 @@ def test_latest_is_plain_numbers_by_name() -> None:
 
 def test_names_are_chosen_by_patterns() -> None:
     model, optimizer = prepared("O1", torch.bfloat16, "AdamW")
-    with Monitor(model, optimizer, every=1, include=["0", "3*"], exclude="*.bias") as monitor:
-        by_block(model, optimizer, 0)
-    assert {row.module for row in monitor.rows()} == {"0", "3", "3.weight"}
+    rows = watched(model, optimizer, include=["0", "3*"], exclude="*.bias")
+    assert {row.module for row in rows} == {"0", "3", "3.weight"}
     wrapped = nn.DataParallel(model)
-    with Monitor(wrapped, optimizer, every=1, tensors=("output",)) as monitor:
-        by_block(model, optimizer, 0)
-    assert {row.module for row in monitor.rows()} == {"0", "1", "2", "3"}
+    rows = watched(wrapped, optimizer, lambda *_: by_block(model, optimizer, 0), tensors=("output",))
+    assert {row.module for row in rows} == {"0", "1", "2", "3"}
 
 
 def test_without_bins_rows_have_no_histograms(tmp_path: Any) -> None:
@@ -735,13 +672,8 @@ def test_it_is_attached_once() -> None:
 # ---- alarms
 
 
-class Gain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.factor
+def gain(factor: float = 1.0) -> Made:
+    return Made(lambda self, x: x * self.factor, factor=factor)
 
 
 @pytest.mark.exhaustive
@@ -751,16 +683,13 @@ def test_a_ramp_of_activations_is_announced_before_the_first_skipped_step(caplog
         torch.manual_seed(seed)
         random = torch.Generator().manual_seed(seed)
         growth = 1.02 + 0.13 * float(torch.rand((), generator=random))
-        gain, layers = Gain(), [nn.Linear(16, 16) for _ in range(4)]
-        layers.insert(int(torch.randint(0, 5, (), generator=random)), gain)
-        model, optimizer = with_optimizer(nn.Sequential(*layers), torch.optim.SGD, lr=1e-4)
-        model, optimizer = amp.initialize(
-            model, optimizer, opt_level="O2", dtype=torch.float16, verbosity=0, loss_scale=2.0
-        )
+        ramp, layers = gain(), [nn.Linear(16, 16) for _ in range(4)]
+        layers.insert(int(torch.randint(0, 5, (), generator=random)), ramp)
+        model, optimizer = start_amp(nn.Sequential(*layers), torch.optim.SGD, "O2", dtype=FP16, loss_scale=2.0, lr=1e-4)
         announced = skipped = None
         with Monitor(model, optimizer, every=2, tensors=("output",)) as monitor, caplog.at_level("ERROR", "halfstep"):
             for step in range(200):
-                gain.factor = 65504.0 * growth ** (step - 60)
+                ramp.factor = 65504.0 * growth ** (step - 60)
                 noise = 1 + 0.1 * torch.randn((), generator=random)
                 advance(model(batch(step) * noise).float().square().mean() * 1e-7, optimizer)
                 if announced is None and monitor.findings():
@@ -774,8 +703,7 @@ def test_a_ramp_of_activations_is_announced_before_the_first_skipped_step(caplog
 
 
 def test_an_overflow_that_is_there_already_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(16, 4), Gain(), nn.Linear(4, 4)).half()
-    model[1].factor = 1e8
+    model = nn.Sequential(nn.Linear(16, 4), gain(1e8), nn.Linear(4, 4)).half()
     with Monitor(model, every=1) as monitor:
         model(batch(0).half())
     (finding,) = monitor.findings()
@@ -788,14 +716,8 @@ def test_an_overflow_that_is_there_already_is_an_error(caplog: pytest.LogCapture
 
 
 def test_one_inf_that_the_sample_misses_is_counted() -> None:
-    class One(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.repeat(1000, 10).index_fill(0, torch.tensor([7]), math.inf)
-
-    model = One()
-    with Monitor(model, every=1, sample=1) as monitor:
-        model(batch(0)[:1])
-    (row,) = monitor.rows()
+    one = Applies(lambda x: x.repeat(1000, 10).index_fill(0, torch.tensor([7]), math.inf))
+    _, (row,) = passed(one, batch(0)[:1], sample=1)
     assert row.overflow > 0
     assert row.headroom == -math.inf
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from halfstep import amp, optimizers
+from halfstep import optimizers
 from halfstep.numerics import Monitor, Row, merge_rows
 from tests.support.processes import Ranks
-from tests.support.worlds import advance, unscaled_step, with_optimizer
+from tests.support.worlds import advance, start_amp, unscaled_step
 
 
 def net() -> nn.Sequential:
@@ -25,8 +25,7 @@ def data(rank: int, step: int) -> torch.Tensor:
 
 
 def under_ddp(rank: int, watching: list[int]) -> tuple[list[Row], list[torch.Tensor]]:
-    model, optimizer = with_optimizer(net(), torch.optim.AdamW, lr=1e-2)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.float16, verbosity=0)
+    model, optimizer = start_amp(net(), torch.optim.AdamW, "O2", dtype=torch.float16, lr=1e-2)
     wrapper = nn.parallel.DistributedDataParallel(model)
     monitor = Monitor(wrapper, optimizer, every=2)
     if rank in watching:

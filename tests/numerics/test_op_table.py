@@ -17,8 +17,8 @@ from halfstep.casting.current import thread
 from halfstep.diagnostics.observe.ops import OpCall
 from halfstep.diagnostics.observe.watch import CallWatch
 from halfstep.numerics import OpTable
-from tests.support.processes import Ranks
-from tests.support.worlds import scaled_step, with_optimizer
+from tests.support.processes import Ranks, one_rank
+from tests.support.worlds import Applies, Made, scaled_step, with_optimizer
 
 
 class Net(nn.Module):
@@ -155,20 +155,13 @@ def test_a_notice_sees_every_op_with_its_result() -> None:
     assert len(seen) == count
 
 
-class Embedded(nn.Module):
-    """A model that takes integers and a mask, which casting looks at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.net = nn.Embedding(100, 8), made()
-
-    def forward(self, words: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.net(self.words(words) * mask)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_emulated_product_counts_under_its_dtype_and_no_look_at_values_counts(level: str) -> None:
-    model = amp.initialize(Embedded(), opt_level=level, dtype=torch.float16, emulate=True, verbosity=0)
+    # casting looks at integers and at masks
+    embedded = Made(
+        lambda self, words, mask: self.net(self.words(words) * mask), words=nn.Embedding(100, 8), net=made()
+    )
+    model = amp.initialize(embedded, opt_level=level, dtype=torch.float16, emulate=True, verbosity=0)
     words, mask = torch.arange(90, 96), torch.arange(6.0)[:, None] * 3000
     with numerics.Monitor(model, every=1):
         table = numerics.op_table(lambda: model(words, mask).float().sum().backward(), model)
@@ -214,11 +207,7 @@ def test_casts_of_native_autocast_are_casting_too() -> None:
 
 @pytest.mark.parametrize("level", ["O1", None])
 def test_casts_of_the_user_are_the_users(level: str | None) -> None:
-    class Cast(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.to(torch.float16).float()
-
-    model = nn.Sequential(Cast())
+    model = nn.Sequential(Applies(lambda x: x.to(torch.float16).float()))
 
     def step() -> None:
         x = torch.ones(10, requires_grad=True)
@@ -254,13 +243,10 @@ def test_what_torch_casts_by_itself() -> None:
 
 def test_what_fsdp2_casts_is_torchs() -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank():
         policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         model = fsdp.fully_shard(nn.Linear(8, 4), mesh=dist.init_device_mesh("cpu", (1,)), mp_policy=policy)
         table = numerics.op_table(lambda: model(torch.randn(2, 8)), model)
-    finally:
-        dist.destroy_process_group()
     assert {(cast.made_by, cast.source, cast.target) for cast in table.casts()} == {("torch", "float32", "bfloat16")}
     assert ("(root)", "addmm", {"bfloat16": 1}) in [(row.module, row.op, row.calls) for row in table.rows()]
 

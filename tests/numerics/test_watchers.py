@@ -17,6 +17,7 @@ from halfstep import amp, numerics
 from halfstep.diagnostics.observe.reading import Reading
 from halfstep.stepping.attached import observers
 from halfstep.torch_internals.torch_compat import dispatch_mode_count
+from tests.support.worlds import with_optimizer
 
 Step = Callable[[], object]
 Watcher = Callable[[nn.Module, Any, Step], object]
@@ -103,8 +104,7 @@ def hooks_left(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
 
 def trained(level: str | None, kind: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model: nn.Module = Net()
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
+    model, optimizer = with_optimizer(Net(), getattr(torch.optim, kind), lr=1e-3)
     if level is not None:
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype="bfloat16", verbosity=0)
     return model, optimizer

@@ -17,9 +17,8 @@ from halfstep import HalfstepError, Policy, amp, optimizers
 from halfstep.kernels import backend
 from halfstep.kernels.blockwise import BLOCK, SIGNED, UNSIGNED, dynamic_map, quantize
 from tests.support.optimizer_references import CASES, Case
-from tests.support.worlds import advance, read_back
+from tests.support.worlds import BF16, FP16, FP32, FP64, advance, assert_equal, read_back, with_optimizer
 
-F32, BF16, FP16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SMALL = [(10,), (1, 4095), (5000,)]
 LARGE = [(64, 64), (16, 257), (100, 100), (16, 16, 4, 5), (80, 70)]
 NAMES = {"m": ("exp_avg", SIGNED), "v": ("exp_avg_sq", UNSIGNED), "top": ("max_exp_avg_sq", UNSIGNED)}
@@ -27,7 +26,7 @@ NAMES["b"] = ("momentum_buffer", SIGNED)
 COVERED = [
     case for case in CASES if case.name in ("adamw", "adam", "amsgrad", "momentum", "nesterov", "lamb", "lamb-l2")
 ]
-FORMS = [(BF16, "split"), (BF16, "plain"), (FP16, "plain"), (BF16, None), (FP16, None), (F32, None)]
+FORMS = [(BF16, "split"), (BF16, "plain"), (FP16, "plain"), (BF16, None), (FP16, None), (FP32, None)]
 pytestmark = pytest.mark.filterwarnings("ignore:.*updates .* weights in place:UserWarning")
 
 
@@ -68,7 +67,7 @@ def assert_rounded(state: dict[str, Any], key: str, value: torch.Tensor) -> None
     """That a moment is the nearest number of the map, up to roundings of fp32."""
     name, storage = NAMES[key]
     codes, absmax = state[f"{name}_codes"], state[f"{name}_absmax"]
-    laid = torch.empty_like(codes, dtype=F64).copy_(value).as_strided((codes.numel(),), (1,))
+    laid = torch.empty_like(codes, dtype=FP64).copy_(value).as_strided((codes.numel(),), (1,))
     largest = torch.stack([block.abs().max() for block in laid.split(BLOCK)])
     torch.testing.assert_close(absmax.double(), largest, rtol=1e-6, atol=1e-30)
     scaled = laid / absmax.double().clamp(min=1e-30).repeat_interleave(BLOCK)[: len(laid)]
@@ -100,7 +99,7 @@ def run(case: Case, dtype: torch.dtype, masters: Any, steps: int = 3) -> None:
                     assert_rounded(state, key, s[key])
                 if "lamb" in case.name:  # its second pass reads the rounded moments
                     new = lamb_of(case, old, s, moments_of(state), t)
-            unit = 2 * torch.finfo(dtype).eps if masters is None and dtype is not F32 else 2e-5
+            unit = 2 * torch.finfo(dtype).eps if masters is None and dtype is not FP32 else 2e-5
             away = (optimizer.master_value(p).double() - new).abs()
             assert away.max() < 0.07
             # A step is divided by the size of the gradient: one that is a difference of equal numbers has few digits.
@@ -130,7 +129,7 @@ def test_each_step_is_the_published_one(name: str, case: Case, form: Any) -> Non
     torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="Triton does not interpret here"
 )
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
-@pytest.mark.parametrize("form", [(BF16, "split"), (F32, None)], ids=str)
+@pytest.mark.parametrize("form", [(BF16, "split"), (FP32, None)], ids=str)
 @pytest.mark.parametrize("case", [case for case in COVERED if case.name in ("adamw", "nesterov", "lamb")], ids=str)
 def test_triton_takes_the_same_steps(case: Case, form: Any) -> None:
     with backend("triton"):
@@ -216,7 +215,7 @@ def test_state_goes_to_fp32_and_back(cls: Any, settings: dict[str, Any]) -> None
     wide.step()
     codes = [key for p in params for key in wide.state[p] if "codes" in key or "absmax" in key]
     assert not codes
-    assert all(wide.state[p][key].dtype is F32 for p in params for key in wide.state[p] if key in dict(NAMES.values()))
+    assert all(wide.state[p][key].dtype is FP32 for p in params for key in wide.state[p] if key in dict(NAMES.values()))
     back = make(cls, params, settings)
     kept = {name: wide.state[params[4]][name].clone() for name, _ in NAMES.values() if name in wide.state[params[4]]}
     back.load_state_dict(wide.state_dict())
@@ -227,19 +226,18 @@ def test_state_goes_to_fp32_and_back(cls: Any, settings: dict[str, Any]) -> None
     back.step()
     for name, value in kept.items():
         storage = dict(NAMES.values())[name]
-        for key, expected in zip(("codes", "absmax"), quantize(value, storage), strict=True):
-            assert torch.equal(back.state[params[4]][f"{name}_{key}"], expected)
+        assert_equal([back.state[params[4]][f"{name}_{key}"] for key in ("codes", "absmax")], quantize(value, storage))
 
 
 @each_class
 def test_unfused_it_has_torchs_state(cls: Any, settings: dict[str, Any]) -> None:
     if not cls.__module__.startswith("torch"):
         pytest.skip("nothing to unfuse")
-    params = make_params(F32)
+    params = make_params(FP32)
     optimizer = optimizers.fuse(cls(params, lr=0.01, **settings), state_dtype="8bit")
     train(optimizer, params, range(2))
     optimizers.unfuse(optimizer)
-    reference = cls(make_params(F32), lr=0.01, **settings)
+    reference = cls(make_params(FP32), lr=0.01, **settings)
     train(reference, reference.param_groups[0]["params"], range(2))
     for p, q in zip(params, reference.param_groups[0]["params"], strict=True):
         assert optimizer.state[p].keys() == reference.state[q].keys()
@@ -346,8 +344,7 @@ def small_model() -> torch.nn.Module:
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("through", ["argument", "policy"])
 def test_amp_initialize_at_o2(cls: Any, settings: dict[str, Any], dtype: torch.dtype, through: str) -> None:
-    model = small_model()
-    optimizer: Any = cls(model.parameters(), lr=0.01, **settings)
+    model, optimizer = with_optimizer(small_model(), cls, lr=0.01, **settings)
     policy = Policy.from_level("O2", dtype).replace(state_dtype="8bit")
     assert Policy.parse(str(policy)) == policy
     options: Any = {"opt_level": "O2", "dtype": dtype, "state_dtype": "8bit"}
@@ -369,7 +366,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
     "RMSprop": (torch.optim.RMSprop, {"opt_level": "O2"}, "This is RMSprop"),
     "Adagrad": (torch.optim.Adagrad, {"opt_level": "O2"}, "This is Adagrad"),
     "FusedAdagrad": (optimizers.FusedAdagrad, {"opt_level": "O2"}, "This is FusedAdagrad"),
-    "not fused": (torch.optim.AdamW, {"opt_level": "O2", "fused": False}, "with fused=True"),
+    "not fused": (torch.optim.AdamW, {"opt_level": "O2", "fused": False}, "requires fused=True"),
     "policy": (torch.optim.AdamW, {"policy": Policy(state_dtype="8bit"), "state_dtype": None}, "contradicts itself"),
     "both": (torch.optim.AdamW, {"policy": Policy.from_level("O2", BF16)}, "were both given"),
 }
@@ -378,11 +375,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_amp_refuses_changes_nothing(name: str) -> None:
     make_one, options, words = REFUSED[name]
-    model = small_model()
-    optimizer = make_one(model.parameters())
+    model, optimizer = with_optimizer(small_model(), make_one)
     with pytest.raises(HalfstepError, match=words):
         amp.initialize(model, optimizer, verbosity=0, **{"state_dtype": "8bit", **options})
-    assert {p.dtype for p in model.parameters()} == {F32}
+    assert {p.dtype for p in model.parameters()} == {FP32}
     amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
 
 

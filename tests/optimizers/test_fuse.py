@@ -24,7 +24,7 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.optimizers import can_fuse, fuse, unfuse
 from tests.support.backends import skip_without_compiler
-from tests.support.worlds import BF16, FP16, FP32, read_back
+from tests.support.worlds import BF16, FP16, FP32, close, read_back
 
 OURS = {
     torch.optim.Adam: optimizers.FusedAdam,
@@ -83,11 +83,6 @@ def train(optim: Any, steps: int, seed: int = 2) -> None:
         optim.step()
 
 
-def close(ours: list[nn.Parameter], theirs: list[nn.Parameter], ulps: float = 8) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=ulps * 2**-23, atol=ulps * 2**-23)
-
-
 def shape_of(saved: dict[str, Any]) -> Any:
     """What a checkpoint holds: the groups as they are, and of the state, names, shapes and dtypes."""
     state = {
@@ -113,8 +108,7 @@ def test_numbers_groups_and_state_are_torchs(cls: Any, settings: dict[str, Any])
         unfuse(a)
     assert a.defaults == b.defaults
     assert shape_of(a.state_dict()) == shape_of(b.state_dict())
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.state[p], b.state[q], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([a.state[p] for p in ours], [b.state[q] for q in theirs], rtol=1e-5, atol=1e-6)
 
 
 @every_class

@@ -17,9 +17,8 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageErr
 from halfstep.kernels import backend_for
 from halfstep.kernels.storage import join
 from tests.support.backends import needs_compiler
-from tests.support.worlds import BF16, FP16, read_back, scaled_backward, step_and_clear
+from tests.support.worlds import BF16, FP16, HALVES, assert_equal, read_back, scaled_backward, step_and_clear
 
-HALVES = [BF16, FP16]
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
 
@@ -300,5 +299,4 @@ def test_a_flattened_state_dict_of_torch_loads_or_is_refused(kept: str) -> None:
     if kept == "in the model":
         step(*saved, 2)
         step(*other, 2)
-        for expected, found in zip(amp.master_params(saved[1]), amp.master_params(other[1]), strict=True):
-            assert torch.equal(expected, found)
+        assert_equal(amp.master_params(saved[1]), amp.master_params(other[1]))

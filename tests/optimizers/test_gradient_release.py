@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import math
 import weakref
 from collections.abc import Callable
@@ -26,9 +25,16 @@ from halfstep.kernels import backend
 from halfstep.kernels.backends import compiler
 from halfstep.optimizers import release as release_file
 from tests.support.backends import needs_compiler
-from tests.support.worlds import scaled_backward, scaled_step, step_and_clear, with_optimizer
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+from tests.support.worlds import (
+    BF16,
+    FP16,
+    assert_equal,
+    read_back,
+    scaled_backward,
+    scaled_step,
+    step_and_clear,
+    with_optimizer,
+)
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "Adam": lambda params: optimizers.FusedAdam(params, lr=0.02, weight_decay=0.1),
@@ -97,8 +103,7 @@ def train(model: nn.Module, optim: Any, xs: list[torch.Tensor]) -> None:
 
 def assert_same(one: tuple[nn.Module, Any], other: tuple[nn.Module, Any]) -> None:
     (model, optim), (model2, optim2) = one, other
-    for ours, theirs in zip(model.parameters(), model2.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_equal(model.parameters(), model2.parameters())
     state, state2 = optim.state_dict()["state"], optim2.state_dict()["state"]
     assert state.keys() == state2.keys()
     for i, kept in state.items():
@@ -315,8 +320,7 @@ def test_an_overflow_at_the_loss_changes_nothing() -> None:
     before = copy.deepcopy([[*model.parameters()], optim.state_dict()["state"]])
     scaled_step(loss_of(model, batches(1)[0]) * math.inf, optim)
     assert optim.step_was_skipped
-    for param, old in zip(model.parameters(), before[0], strict=True):
-        assert torch.equal(param, old)
+    assert_equal(model.parameters(), before[0])
     assert all(state["step"] == 1 for state in optim.state_dict()["state"].values())
 
 
@@ -634,10 +638,7 @@ def test_schedulers_drive_it() -> None:
 def test_state_dicts_are_the_ordinary_ones() -> None:
     released, ordinary = (make("Adam", level="O2", dtype=BF16, released=one) for one in (True, False))
     train(*released, batches(2))
-    buffer = io.BytesIO()
-    torch.save([released[0].state_dict(), released[1].state_dict()], buffer)
-    buffer.seek(0)
-    weights, state = torch.load(buffer)
+    weights, state = read_back([each.state_dict() for each in released])
     for model, optim in (ordinary, released):
         model.load_state_dict(weights)
         optim.load_state_dict(state)
@@ -653,8 +654,7 @@ def test_copies_are_not_attached() -> None:
     loss_of(model2, batches(1)[0]).backward()
     assert all(p.grad is not None for p in model2.parameters())
     assert all(state["step"] == 1 for state in [*optim.state.values(), *optim2.state.values()])
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
+    read_back(model, weights_only=False)
 
 
 def test_nothing_is_kept_alive() -> None:

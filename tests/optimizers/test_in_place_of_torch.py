@@ -20,7 +20,7 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageErr
 from halfstep.kernels import backend
 from halfstep.kernels.backends import compiler
 from halfstep.kernels.storage import join, round_half_away, split
-from tests.support.worlds import BF16, FP16, FP32, advance, read_back
+from tests.support.worlds import BF16, FP16, FP32, advance, assert_equal, close, read_back, with_optimizer
 
 Optimizer = torch.optim.Optimizer
 BACKENDS = ["eager", "torch", "compiled"]
@@ -64,11 +64,6 @@ def train(optim: Any, params: list[nn.Parameter], steps: int, seed: int = 2) -> 
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         optim.step()
-
-
-def close(ours: list[nn.Parameter], theirs: list[nn.Parameter], ulps: float = 8) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=ulps * 2**-23, atol=ulps * 2**-23)
 
 
 @pytest.mark.parametrize("maximize", [False, True])
@@ -324,8 +319,7 @@ def test_groups_schedulers_closures_and_tensor_lr(cls: type[Any]) -> None:
     "cls", [optimizers.FusedAdam, optimizers.FusedSGD, optimizers.FusedLAMB, optimizers.FusedAdagrad]
 )
 def test_sparse_gradients_are_refused(cls: type[Any]) -> None:
-    table = nn.Embedding(4, 2, sparse=True)
-    optim = cls(table.parameters(), lr=0.1)
+    table, optim = with_optimizer(nn.Embedding(4, 2, sparse=True), cls, lr=0.1)
     table(torch.tensor([1])).sum().backward()
     before = table.weight.detach().clone()
     with pytest.raises(UsageError, match="sparse"):
@@ -397,8 +391,7 @@ def test_backends_agree_on_any_shapes(shapes: list[tuple[int, ...]], dtypes: lis
             train(optim, params, 3)
         state = [optim.state[p] for p in params]
         results.append((params, [s[name] for s in state for name in ("exp_avg", "exp_avg_sq")]))
-    for a, b in zip(results[0][1], results[1][1], strict=True):
-        assert torch.equal(a, b)
+    assert_equal(results[0][1], results[1][1])
     for a, b in zip(results[0][0], results[1][0], strict=True):  # torch's square root is not always the nearest number
         ulp = torch.finfo(a.dtype).eps
         torch.testing.assert_close(a, b, rtol=2 * ulp, atol=2 * ulp)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,22 +17,22 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, Halfstep
 from halfstep.kernels import backend
 from halfstep.optimizers import FusedMuon, can_fuse, fuse, muon, newton_schulz, unfuse
 from tests.support.backends import needs_compiler, skip_without_compiler
-from tests.support.worlds import advance, scaled_step, with_optimizer
+from tests.support.processes import one_rank
+from tests.support.worlds import BF16, FP16, FP32, FP64, advance, read_back, scaled_step, with_optimizer
 
-F64, F32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 BACKENDS = ["eager", "torch", pytest.param("compiled", marks=needs_compiler)]
 SHAPES = [(8, 24), (24, 8), (8, 24), (3, 8, 24), (8, 3, 2, 4), (16, 16)]
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"nesterov": False, "momentum": 0.8},
     {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.5},
-    {"lr": torch.tensor(0.05, dtype=F64), "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5)},
+    {"lr": torch.tensor(0.05, dtype=FP64), "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5)},
     {"maximize": True, "weight_decay": 0.0},
 ]
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
-def weights(shapes: Any = SHAPES, dtype: torch.dtype = F32) -> list[nn.Parameter]:
+def weights(shapes: Any = SHAPES, dtype: torch.dtype = FP32) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
     params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
     for p in params:
@@ -95,19 +94,19 @@ def orthogonal(matrix: torch.Tensor, group: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: ",".join(s) or "defaults")
-@pytest.mark.parametrize(("dtype", "masters"), [(F64, None), (F32, None), (BF16, "split"), (FP16, "plain")])
+@pytest.mark.parametrize(("dtype", "masters"), [(FP64, None), (FP32, None), (BF16, "split"), (FP16, "plain")])
 def test_values_are_torchs_in_float64(name: str, settings: Any, dtype: Any, masters: Any) -> None:
     params = weights(dtype=dtype)
     reference = Reference(params, **settings)
     with backend(name):
-        chosen = F64 if dtype is F64 else F32
+        chosen = FP64 if dtype is FP64 else FP32
         optimizer: Any = FusedMuon(
             params, **{"lr": 0.02, **settings}, use_muon=True, ns_dtype=chosen, master_weights=masters
         )
         for seed in range(3):
             reference.step(set_grads(params, seed))
             optimizer.step()
-    near = 1e-12 if dtype is F64 else 1e-5
+    near = 1e-12 if dtype is FP64 else 1e-5
     for param, expected in zip(params, reference.params, strict=True):
         value = optimizer.master_value(param) if masters else param.detach()
         torch.testing.assert_close(matrices(value).double(), expected, rtol=near, atol=near)
@@ -123,11 +122,11 @@ def angles(params: Any, references: Any, before: Any) -> torch.Tensor:
 
 
 def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=F64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=FP64)
 
 
 def conditioned(rows: int, columns: int, number: float) -> torch.Tensor:
-    values = torch.logspace(0, -math.log10(number), rows, dtype=F64)
+    values = torch.logspace(0, -math.log10(number), rows, dtype=FP64)
     left, right = torch.linalg.qr(normal(rows, rows))[0], torch.linalg.qr(normal(columns, rows))[0]
     return left * values @ right.mT
 
@@ -139,8 +138,8 @@ GRADS: dict[str, tuple[Callable[[int, int], torch.Tensor], float]] = {  # and wh
     "condition 1e3": (lambda m, n: conditioned(m, n, 1e3), 0.0),
     "condition 1e6": (lambda m, n: conditioned(m, n, 1e6), 0.0),
     "one size": (lambda m, n: normal(m, 1).sign() @ normal(1, n).sign(), 0.07),
-    "one large row": (lambda m, n: normal(m, n) * torch.tensor([100.0] + [0.01] * (m - 1), dtype=F64)[:, None], 0.02),
-    "zeros": (lambda m, n: torch.zeros(m, n, dtype=F64), 0.0),
+    "one large row": (lambda m, n: normal(m, n) * torch.tensor([100.0] + [0.01] * (m - 1), dtype=FP64)[:, None], 0.02),
+    "zeros": (lambda m, n: torch.zeros(m, n, dtype=FP64), 0.0),
 }
 
 
@@ -184,7 +183,7 @@ def test_16_bit_products_are_as_near_as_torchs(steps: int) -> None:
 @pytest.mark.parametrize("shape", [(128, 512), (512, 192), (640, 640), (700, 1100)])
 @pytest.mark.parametrize("decays", [False, True], ids=["random", "few large singular values"])
 def test_fp32_products_are_near_in_runs_and_in_blocks(shape: tuple[int, int], decays: bool) -> None:
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=F64)
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=FP64)
     if decays:
         u, sizes, v = torch.linalg.svd(matrix, full_matrices=False)
         matrix = u * torch.arange(1, len(sizes) + 1) ** -1.0 @ v
@@ -232,8 +231,7 @@ def test_the_rest_is_adamw(masters: Any) -> None:
         set_grads(ours[1:], seed)
         ours[0].grad = torch.ones(8, 8)
         a.step()
-    for mine, other in zip(ours[1:], theirs[1:], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-6)
 
 
 # ---- the rule
@@ -371,7 +369,7 @@ def test_trains_at_every_level(make: Any, level: str, dtype: str) -> None:
     if level == "O2":
         state = optimizer.state[model.hidden.weight]
         assert ("remainder" in state) == (dtype == "bfloat16")
-        assert state["momentum_buffer"].dtype is F32
+        assert state["momentum_buffer"].dtype is FP32
 
 
 @needs_compiler
@@ -412,14 +410,13 @@ def test_an_overflow_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("limit", [None, 0.5])
 def test_a_scaler_of_torch_is_obeyed_in_the_step(limit: float | None) -> None:
     ours, theirs = weights(), weights()
-    a, b = (FusedMuon(params, lr=0.02, use_muon=True, ns_dtype=F32, max_grad_norm=limit) for params in (ours, theirs))
+    a, b = (FusedMuon(params, lr=0.02, use_muon=True, ns_dtype=FP32, max_grad_norm=limit) for params in (ours, theirs))
     set_grads(ours, 0, 1024.0)
     vars(a).update(grad_scale=torch.tensor(1024.0), found_inf=torch.tensor(0.0))
     set_grads(theirs, 0)
     a.step()
     b.step()
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_gradient_release_steps_them_too() -> None:
@@ -444,11 +441,8 @@ def test_resuming_is_exact_to_the_bit(state_dtype: Any) -> None:
         return FusedMuon(model.named_parameters(), lr=0.02, state_dtype=state_dtype)
 
     model, optimizer = trained(make)
-    file = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), file)
     other, resumed = trained(make, 1)
-    file.seek(0)
-    weights_then, state_then = torch.load(file, weights_only=True)
+    weights_then, state_then = read_back((model.state_dict(), optimizer.state_dict()))
     other.load_state_dict(weights_then)
     resumed.load_state_dict(state_then)
     for step in range(3, 6):
@@ -508,12 +502,10 @@ def test_copies_and_pickles() -> None:
 
 
 def test_shards_are_refused_in_words() -> None:
-    from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank():
         mesh = init_device_mesh("cpu", (1,))
         param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
         assert not can_fuse(torchs([param]))
@@ -522,5 +514,3 @@ def test_shards_are_refused_in_words() -> None:
         with pytest.raises(UsageError, match=r"shape \(4, 4\) is cut into shards.*torch.optim.Muon"):
             optimizer.step()
         assert not optimizer.state[param]
-    finally:
-        dist.destroy_process_group()

@@ -16,18 +16,18 @@ from halfstep.core.errors import UsageError
 from halfstep.kernels import backend
 from halfstep.kernels.storage import join, round_half_away
 from tests.support.optimizer_references import CASES, Case, Reference
+from tests.support.worlds import BF16, FP16, FP32, FP64
 
-F32, BF16, FP16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SHAPES = [(5,), (), (0,), (3, 4), (2, 3, 4, 4), (257,)]
 FORMS = [  # weights, gradients, masters
-    (F32, F32, None),
-    (F64, F64, None),
+    (FP32, FP32, None),
+    (FP64, FP64, None),
     (BF16, BF16, None),
     (FP16, FP16, None),
     (BF16, BF16, "split"),
     (BF16, BF16, "plain"),
     (FP16, FP16, "plain"),
-    (BF16, F32, "split"),
+    (BF16, FP32, "split"),
 ]
 SETTINGS = {"bare": (None, None), "clip": (0.5, None), "overflow": (None, 6), "clip-overflow": (0.5, 6)}
 HAS_CUDA = torch.cuda.is_available()
@@ -43,7 +43,7 @@ def no_word_of_lost_updates() -> Iterator[None]:
 
 
 def make_params(dtype: torch.dtype, grad_dtype: Any, device: str) -> list[Any]:
-    params = [torch.nn.Parameter(torch.randn(s, dtype=F64).to(device, dtype)) for s in SHAPES]
+    params = [torch.nn.Parameter(torch.randn(s, dtype=FP64).to(device, dtype)) for s in SHAPES]
     for p in params:
         if p.dim() == 4:
             p.data = p.data.to(memory_format=torch.channels_last)
@@ -73,7 +73,7 @@ def run_against_reference(
     clips = {} if case.clips and clip is None else {"max_grad_norm": clip}
     optimizer: Any = case.cls(params, lr=0.03, weight_decay=0.05, master_weights=masters, **clips, **case.arguments)
     reference = Reference(case, params, 0.03, 0.05, clip or case.clips)
-    precise = masters is not None or dtype in (F32, F64)
+    precise = masters is not None or dtype in (FP32, FP64)
     scale = 1024.0 if overflow is not None else 1.0
     for i in range(steps):
         grads = set_grads(params, grad_dtype, scale)
@@ -89,9 +89,9 @@ def run_against_reference(
             optimizer.step()
             reference.step(grads, lambda x: x if precise else x.to(dtype).double())
     # A step of the size of lr is exact to some ulps of the weight; without masters, a rounding may fall the other way.
-    unit = ulps(F64 if dtype is F64 else F32) * 64 if precise else 2 * ulps(dtype)
+    unit = ulps(FP64 if dtype is FP64 else FP32) * 64 if precise else 2 * ulps(dtype)
     if "novograd" in case.name:
-        unit = max(unit, ulps(F32) * 64)  # its moving norm is a float32 number
+        unit = max(unit, ulps(FP32) * 64)  # its moving norm is a float32 number
     for p, expected in zip(params, reference.params, strict=True):
         state = optimizer.state.get(p, {})
         value = join(p.detach(), state["remainder"]) if masters == "split" else state.get("master", p.detach())
@@ -165,9 +165,9 @@ def test_more_elements_than_int32_counts() -> None:
 
 @pytest.mark.parametrize(("saved", "loaded"), [("FusedAdam", "FusedNovoGrad"), ("FusedNovoGrad", "FusedLAMB")])
 def test_state_of_another_kind_of_optimizer_is_refused_by_name(saved: str, loaded: str) -> None:
-    params = make_params(F32, None, "cpu")
+    params = make_params(FP32, None, "cpu")
     first, second = getattr(optimizers, saved)(params), getattr(optimizers, loaded)(params)
-    set_grads(params, F32)
+    set_grads(params, FP32)
     first.step()
     second.load_state_dict(first.state_dict())
     with pytest.raises(UsageError, match=r"exp_avg_sq of a parameter has shape .* NovoGrad keeps a number"):

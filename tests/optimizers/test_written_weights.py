@@ -11,15 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import amp, optimizers
+from halfstep import optimizers
 from halfstep.kernels import backend
 from halfstep.kernels.expr import ElementwiseKernel
 from halfstep.kernels.launch import launch
 from halfstep.kernels.storage import dense, honoured, join, plain, round_half_away, split
 from halfstep.kernels.tensor_table import TensorTable
-from tests.support.worlds import BF16, FP16, FP32, FP64, advance, with_optimizer
+from tests.support.worlds import BF16, FP16, FP32, FP64, HALVES, advance, start_amp
 
-HALVES = [BF16, FP16]
 TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or torch.cuda.is_available(), reason="Triton's interpreter, on a CPU"
 )
@@ -267,8 +266,7 @@ def test_a_written_weight_outlives_the_change_to_split_masters() -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_model_loaded_between_two_steps_of_o2(dtype: torch.dtype) -> None:
-    model, optim = with_optimizer(nn.Linear(4, 4), optimizers.FusedAdam, lr=1e-4)
-    model, optim = amp.initialize(model, optim, opt_level="O2", dtype=dtype, loss_scale=128.0, verbosity=0)
+    model, optim = start_amp(nn.Linear(4, 4), optimizers.FusedAdam, "O2", dtype=dtype, loss_scale=128.0, lr=1e-4)
     for _ in range(2):
         advance(model(torch.ones(2, 4)).square().mean(), optim)
         near = model.weight.detach().float()

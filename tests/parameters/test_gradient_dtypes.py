@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep import TrainStep, amp
 from halfstep.core.errors import UsageError
 from halfstep.torch_internals.torch_compat import HAS_GRAD_DTYPE
-from tests.support.worlds import BF16, FP16, FP32, scaled_backward, step_and_clear, with_optimizer
+from tests.support.worlds import BF16, FP16, FP32, scaled_backward, start_amp, step_and_clear, with_optimizer
 
 pytestmark = [
     pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="this torch has no Tensor.grad_dtype"),
@@ -68,8 +68,7 @@ def by_a_checkpoint(loss: Loss) -> None:
 
 
 def blocks_of_two(loss: Loss, optimizer: Any) -> None:
-    model, other = with_optimizer(nn.Linear(1, 1), torch.optim.SGD, lr=0.1)
-    amp.initialize(model, other, opt_level="O2", verbosity=0)
+    _model, other = start_amp(nn.Linear(1, 1), torch.optim.SGD, "O2", lr=0.1)
     blocks(loss, optimizer)
     blocks(loss, other)
 
@@ -128,22 +127,19 @@ def test_what_a_gradient_becomes_by_each_door(door: str, options: dict[str, Any]
 @pytest.mark.parametrize("door", [name for name in DOORS if "two" in name or "after a block" in name])
 def test_passes_add_up_in_fp32(door: str, optimizer_class: Any) -> None:
     """A small gradient after a large one, which bfloat16 would swallow."""
-    model, optimizer = with_optimizer(nn.Linear(1, 1, bias=False), optimizer_class, lr=0.0)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, emulate=False, verbosity=0)
+    model, optimizer = start_amp(nn.Linear(1, 1, bias=False), optimizer_class, "O2", dtype=BF16, emulate=False, lr=0.0)
     for _ in range(3):
         factors = iter((1.0, 2.0**-10, 2.0**-10))  # a checkpoint computes the loss again
         DOORS[door][0](lambda factors=factors: (model.weight * next(factors)).sum(), optimizer)
         assert model.weight.grad.item() == 1.0 + 2.0**-10
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
 
 
 @pytest.mark.parametrize("casts", ["none", "before", "after"])
 @pytest.mark.usefixtures("collector_off")
 def test_passes_are_watched_while_gradients_may_be_bfloat16(casts: str) -> None:
     own = Variable._execution_engine
-    model, optimizer = with_optimizer(nn.Linear(1, 1, bias=False), torch.optim.SGD, lr=0.0)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, emulate=False, verbosity=0)
+    model, optimizer = start_amp(nn.Linear(1, 1, bias=False), torch.optim.SGD, "O2", dtype=BF16, emulate=False, lr=0.0)
     factors = iter((1.0, 1.0, 2.0**-10))
     with amp.auto_cast(enable=casts == "before"):
         blocks(lambda: (model.weight * next(factors)).sum(), optimizer)
@@ -172,8 +168,7 @@ def test_the_sum_of_the_uses_of_a_weight_against_float64(uses: int, dtype: torch
 @pytest.mark.parametrize("master_grad", [False, True])
 def test_gradients_of_decorated_models_are_fp32(master_grad: bool) -> None:
     """Also in a block of an optimizer that ``amp.initialize`` has prepared; in its own, ``scale_loss`` refuses them."""
-    first, its = with_optimizer(nn.Linear(4, 4, bias=False), torch.optim.SGD, lr=0.1)
-    amp.initialize(first, its, opt_level="O2", dtype=BF16, emulate=False, verbosity=0)
+    first, its = start_amp(nn.Linear(4, 4, bias=False), torch.optim.SGD, "O2", dtype=BF16, emulate=False, lr=0.1)
     model, optimizer = with_optimizer(nn.Linear(4, 4, bias=False), torch.optim.AdamW, lr=0.1)
     amp.decorate(model, optimizer, level="O2", dtype=BF16, emulate=False, master_grad=master_grad)
     for run in (torch.Tensor.backward, lambda loss: scaled_backward(loss, its)):

@@ -19,11 +19,9 @@ from halfstep.parameters import ledger as gradients
 from halfstep.stepping import prepare
 from halfstep.stepping.ranks import ddp_hook as reduction
 from tests.support.backends import skip_without_compiler
-from tests.support.worlds import advance, scaled_backward
+from tests.support.worlds import HALVES, advance, scaled_backward, with_both_masters, with_optimizer
 
-HALVES = [torch.bfloat16, torch.float16]
 in_both_halves = pytest.mark.parametrize("half", HALVES, ids=["bf16", "fp16"])
-with_both_masters = pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 
 
 @pytest.fixture
@@ -36,8 +34,7 @@ def start(
     half: torch.dtype, fused: bool, make: Callable[..., Any] = torch.optim.SGD, **options: Any
 ) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = make(model.parameters(), lr=1.0)
+    model, optimizer = with_optimizer(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), make, lr=1.0)
     return amp.initialize(model, optimizer, opt_level="O2", dtype=half, fused=fused, verbosity=0, **options)
 
 
@@ -128,8 +125,7 @@ def test_a_batch_makes_few_python_calls(half: torch.dtype, make: Any, fused: boo
     """At most two a parameter."""
     skip_without_compiler(fused)
     layers = 100
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
-    optimizer = make(model.parameters(), lr=1e-3)
+    model, optimizer = with_optimizer(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))), make, lr=1e-3)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=half, fused=fused, verbosity=0)
 
     for t in range(3):

@@ -20,18 +20,23 @@ from halfstep.parameters import held_masters
 from halfstep.parameters.plain import Plain
 from halfstep.parameters.split import InState
 from tests.support.backends import skip_without_compiler
-from tests.support.worlds import BF16, FP16, advance, scaled_backward
+from tests.support.worlds import (
+    BF16,
+    advance,
+    in_both_halves,
+    scaled_backward,
+    start_amp,
+    with_both_masters,
+    with_optimizer,
+)
 
 FINE = 1.0 + 2.0**-20  # rounds to 1 in 16 bits
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
-in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
-with_both_masters = pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 
 
 def start(half: torch.dtype = BF16, fused: bool = True, lr: float = 0.0, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    model, optimizer = with_optimizer(nn.Linear(4, 3), torch.optim.SGD, lr=lr)
     options = {"opt_level": "O2", "loss_scale": 1.0, "verbosity": 0, **options}
     return amp.initialize(model, optimizer, dtype=half, fused=fused, **options)
 
@@ -402,10 +407,7 @@ class ReadsMasters(optimizers.FusedSGD):
 
 
 def test_a_master_that_the_step_itself_reads_shows_what_the_step_has_written() -> None:
-    model = nn.Linear(4, 3)
-    model, optimizer = amp.initialize(
-        model, ReadsMasters(model.parameters(), lr=0.1), opt_level="O2", dtype="bfloat16", verbosity=0
-    )
+    model, optimizer = start_amp(nn.Linear(4, 3), ReadsMasters, "O2", dtype="bfloat16", lr=0.1)
     step(model, optimizer)
     shown = optimizer.held.detach().clone()
     assert torch.equal(shown, master_of(optimizer))

@@ -33,7 +33,7 @@ from tests.support.apex_recording import golden, grid
 from tests.support.doors import open_door
 from tests.support.fake_cuda import fake_cuda
 from tests.support.scaling_reference import FLAGS, RULES, SMALLEST, reference
-from tests.support.worlds import BF16, advance, scaled_backward, with_optimizer
+from tests.support.worlds import BF16, FP16, advance, scaled_backward, start_amp
 
 CPU = torch.device("cpu")
 YES, NO = torch.ones(()), torch.zeros(())
@@ -262,9 +262,8 @@ def test_apex_unscale_values() -> None:
         (False, "static128: fp32 in place"),
     ):
         assert recorded in APEX["unscale"]
-        model, optim = with_optimizer(nn.Linear(6, 1, bias=False), torch.optim.SGD, lr=0.0)
-        model, optim = amp.initialize(
-            model, optim, opt_level="O2" if half else "O0", dtype=torch.float16, loss_scale=128.0, verbosity=0
+        model, optim = start_amp(
+            nn.Linear(6, 1, bias=False), torch.optim.SGD, "O2" if half else "O0", dtype=FP16, loss_scale=128.0, lr=0.0
         )
         (master,) = amp.master_params(optim)
         if half:
@@ -521,9 +520,12 @@ def test_overflows_at_a_static_scale_do_not_count_towards_a_collapse() -> None:
 
 
 def test_collapse_names_the_parameter(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1)))
-    model, optim = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", dtype=torch.float16, verbosity=0
+    model, optim = start_amp(
+        nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1))),
+        torch.optim.SGD,
+        "O2",
+        dtype=FP16,
+        lr=0.1,
     )
 
     def train() -> None:

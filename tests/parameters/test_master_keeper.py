@@ -24,7 +24,7 @@ from halfstep.parameters.outside_writes import StepWrites
 from halfstep.parameters.plain import Plain
 from halfstep.parameters.split import adapt, master_value
 from halfstep.parameters.table import Slot, record_of
-from tests.support.worlds import BF16, FP32, scaled_step
+from tests.support.worlds import BF16, FP32, scaled_step, with_optimizer
 
 needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 
@@ -159,8 +159,7 @@ def test_when_masters_are_gone_gradients_have_the_parameters_dtype(own: bool) ->
 
 
 def test_a_closure_may_bring_16_bit_gradients() -> None:
-    model = nn.Linear(2, 2, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
+    model, optimizer = with_optimizer(nn.Linear(2, 2, bias=False), torch.optim.SGD, lr=2.0**-12)
     amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, loss_scale=1.0, fused=False, verbosity=0)
     before = model.state_dict()["weight"].clone()
 

@@ -12,15 +12,11 @@ from torch import nn
 
 from halfstep import amp
 from tests.support.backends import skip_without_compiler
-from tests.support.worlds import BF16, FP16, scaled_backward
-
-in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
-with_both_masters = pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+from tests.support.worlds import in_both_halves, scaled_backward, with_both_masters, with_optimizer
 
 
 def start(half: torch.dtype, fused: bool, **options: Any) -> tuple[Any, Any]:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = with_optimizer(nn.Linear(4, 3), torch.optim.SGD, lr=0.5)
     options = {"opt_level": "O2", "loss_scale": 1.0, "verbosity": 0, **options}
     return amp.initialize(model, optimizer, dtype=half, fused=fused, **options)
 
@@ -47,8 +43,7 @@ def test_it_is_an_fp32_parameter_and_the_same_one_when_asked_again(fused: bool, 
 @in_both_halves
 @with_both_masters
 def test_it_lies_in_memory_as_the_weight_does(fused: bool, half: torch.dtype) -> None:
-    model: Any = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = with_optimizer(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), torch.optim.SGD, lr=0.5)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=half, fused=fused, verbosity=0)
     view, _ = amp.master_params(optimizer)
     assert view.stride() == model.weight.stride() != torch.empty(3, 2, 3, 3).stride()

@@ -15,12 +15,18 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.optimizers.fuse import FusedTorchOptimizer, fuse
 from tests.support.backends import skip_without_compiler
-from tests.support.worlds import BF16, FP16, advance, scaled_backward, scaled_step, step_and_clear, with_optimizer
+from tests.support.worlds import (
+    BF16,
+    advance,
+    in_both_halves,
+    scaled_backward,
+    scaled_step,
+    step_and_clear,
+    with_both_masters,
+    with_optimizer,
+)
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-
-in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
-with_both_masters = pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 
 
 def start(
@@ -31,8 +37,7 @@ def start(
     **options: Any,
 ) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = nn.Linear(8, 4) if model is None else model
-    optimizer = make(model.parameters())
+    model, optimizer = with_optimizer(nn.Linear(8, 4) if model is None else model, make)
     return amp.initialize(
         model,
         optimizer,

@@ -16,10 +16,9 @@ from halfstep.parameters import master_registry as holders
 from halfstep.parameters.ledger import get_grads, set_grads
 from halfstep.parameters.plain import Plain, PlainMasters
 from halfstep.parameters.table import OptimizerTable, record_of
-from tests.support.worlds import BF16, FP16
+from tests.support.worlds import BF16, FP16, in_both_halves
 
 FINE = 1.0 + 2.0**-12  # rounds to 1 in 16 bits
-in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
 
 
 def param(value: float = 1.0, dtype: torch.dtype = BF16, *, grad: float | None = 1.0) -> nn.Parameter:

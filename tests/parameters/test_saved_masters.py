@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from halfstep import amp
-from tests.support.worlds import advance, read_back
+from tests.support.worlds import advance, assert_equal, read_back, with_optimizer
 
 from ..support.backends import needs_compiler
 
@@ -89,8 +89,7 @@ def test_an_optimizer_has_the_keys_of_torch_s_where_the_model_saves_the_masters(
 def test_masters_go_from_a_fused_optimizer_to_a_plain_one_and_back(loads: str) -> None:
     def prepared(fused: bool) -> Prepared:
         torch.manual_seed(0)
-        model = nn.Linear(16, 32)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = with_optimizer(nn.Linear(16, 32), torch.optim.AdamW, lr=1e-3)
         decorated(model, optimizer, "bfloat16", fused=fused)
         return model, optimizer
 
@@ -98,8 +97,7 @@ def test_masters_go_from_a_fused_optimizer_to_a_plain_one_and_back(loads: str) -
     train(source, "bfloat16", seed=1)
     for part, state in zip(target, [part.state_dict() for part in source], strict=True):
         part.load_state_dict(read_back(state))
-    for mine, other in zip(masters(target), masters(source), strict=True):
-        assert torch.equal(mine, other)
+    assert_equal(masters(target), masters(source))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -110,5 +108,4 @@ def test_a_state_from_before_the_first_step_loads(optimizer: str) -> None:
         resumed[i].load_state_dict(read_back(whole[i].state_dict()))
     for prepared in (whole, resumed):
         train(prepared, "bfloat16", seed=1)
-    for mine, other in zip(masters(resumed), masters(whole), strict=True):
-        assert torch.equal(mine, other)
+    assert_equal(masters(resumed), masters(whole))

@@ -14,12 +14,10 @@ from torch import nn
 from halfstep.parameters import ledger, table
 from halfstep.parameters.ledger import Gradients, set_grads
 from halfstep.parameters.table import OptimizerTable, Slot, record_of, reduced_params
-from tests.support.worlds import BF16, FP16, FP32
+from tests.support.worlds import BF16, FP16, FP32, in_both_halves
 
 SCALE = torch.tensor(128.0)
 TINY = 2.0**-12  # 1 + TINY needs more bits than 16-bit formats have
-
-in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
 
 
 def param(grad: float | None = None, dtype: torch.dtype = FP32, size: int = 2) -> nn.Parameter:

@@ -10,7 +10,7 @@ from halfstep import amp
 from halfstep.parameters.ledger import Gradients
 from halfstep.parameters.table import OptimizerTable
 from halfstep.parameters.unscale import Unscaler
-from tests.support.worlds import with_optimizer
+from tests.support.worlds import FP16, start_amp
 
 BIG = 60_000.0  # two of them are more than fp16 holds
 
@@ -48,9 +48,8 @@ def test_parts_that_were_set_aside_do_not_overflow_when_a_dense_gradient_comes()
 @pytest.mark.filterwarnings("ignore:The amp.scale_loss block ended:UserWarning")  # gradients are set by hand
 @pytest.mark.parametrize("values", [[BIG, BIG], [BIG, BIG, -BIG], [1.0]])
 def test_a_master_gets_the_sum_even_if_16_bits_do_not_hold_it(values: list[float]) -> None:
-    model, optimizer = with_optimizer(nn.Embedding(3, 2, sparse=True), torch.optim.SGD, lr=1.0)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level="O2", dtype=torch.float16, fused=False, loss_scale=128.0, verbosity=0
+    model, optimizer = start_amp(
+        nn.Embedding(3, 2, sparse=True), torch.optim.SGD, "O2", dtype=FP16, fused=False, loss_scale=128.0, lr=1.0
     )
     before = model.state_dict()["weight"].clone()
     with amp.scale_loss(model.weight.float().sum(), optimizer):

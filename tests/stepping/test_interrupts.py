@@ -19,7 +19,7 @@ from halfstep import DynamicLossScale, amp, optimizers
 from halfstep.amp.session import master_params
 from halfstep.casting.scope import active_casting
 from halfstep.core.errors import UsageError
-from tests.support.worlds import scaled_backward, step_and_clear
+from tests.support.worlds import scaled_backward, start_amp, step_and_clear
 
 _ROOT = str(Path(halfstep.__file__).parent)
 _ROOMS = tuple(f"{_ROOT}/{room}/" for room in ("amp", "stepping", "parameters", "optimizers"))
@@ -73,10 +73,12 @@ class World:
 
     def __init__(self, level: str, dtype: torch.dtype, make: Callable[..., Any]) -> None:
         torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        optimizer = make(model.parameters())
-        self.model, self.optimizer = amp.initialize(
-            model, optimizer, opt_level=level, dtype=dtype, loss_scale=DynamicLossScale(init_scale=1024.0), verbosity=0
+        self.model, self.optimizer = start_amp(
+            nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)),
+            make,
+            level,
+            dtype=dtype,
+            loss_scale=DynamicLossScale(init_scale=1024.0),
         )
         self.block(1)
         step_and_clear(self.optimizer)
@@ -120,12 +122,6 @@ _WORLDS = [
     ("O1", torch.float16, "AdamW"),
     ("O1", torch.float16, "RMSprop"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _casts_end() -> Iterator[None]:
-    yield
-    amp.deactivate()
 
 
 def interrupted(

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep import OpLists, Policy, amp, fp16_utils, multi_tensor, optimizers, static
-from tests.support.worlds import read_back, scaled_backward, scaled_step, step_and_clear, unscaled_step
+from tests.support.worlds import read_back, scaled_backward, scaled_step, step_and_clear, unscaled_step, with_optimizer
 
 pytestmark = pytest.mark.exhaustive
 
@@ -64,8 +64,7 @@ def by_level(level: str, make: Any = adam, overflows: bool = False, step: bool =
 
 
 def by_scaler(level: str, decorated: bool) -> Iteration:
-    model = net()
-    optimizer = adam(model.parameters())
+    model, optimizer = with_optimizer(net(), adam)
     if decorated:
         model, optimizer = amp.decorate(model, optimizer, level="O2", dtype="bfloat16")
     scaler = amp.GradScaler()
@@ -119,8 +118,7 @@ def by_one_handle() -> Iteration:
 
 
 def by_fp16_optimizer() -> Iteration:
-    model = fp16_utils.network_to_half(net())
-    inner = adam(model.parameters())
+    model, inner = with_optimizer(fp16_utils.network_to_half(net()), adam)
     optimizer = fp16_utils.FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
 
     def iterate(i: int) -> None:
@@ -133,8 +131,7 @@ def by_fp16_optimizer() -> Iteration:
 
 
 def fused(make: Any, **options: Any) -> Iteration:
-    model = net().bfloat16()
-    optimizer = make(model.parameters(), master_weights=True, max_grad_norm=1.0, **options)
+    model, optimizer = with_optimizer(net().bfloat16(), make, master_weights=True, max_grad_norm=1.0, **options)
 
     def iterate(i: int) -> None:
         unscaled_step(F.cross_entropy(model(X.bfloat16()).float(), Y), optimizer)

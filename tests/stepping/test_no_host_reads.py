@@ -18,7 +18,7 @@ from halfstep import amp, kernels, optimizers, scaling
 from halfstep.parameters import async_reader as late
 from tests.support.device_work import record_launches
 from tests.support.fake_cuda import READS_THE_HOST, fake_cuda
-from tests.support.worlds import step_and_clear
+from tests.support.worlds import start_amp, step_and_clear
 
 # Fused optimizers compare addresses of weights on the host, which no device has to tell.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -70,10 +70,7 @@ def loss() -> torch.Tensor:
 
 
 def steps_of_scale_loss(level: str, scale: Any, make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> None:
-    model = network()
-    model, optimizer = amp.initialize(
-        model, make(model.parameters()), opt_level=level, loss_scale=scale, verbosity=0, **options
-    )
+    model, optimizer = start_amp(network(), make, level, loss_scale=scale, **options)
     for _ in range(2):
         for _ in range(2):  # the second is added to what the first brought
             with amp.scale_loss(loss(), optimizer):

@@ -15,7 +15,7 @@ from halfstep.core.errors import UsageError
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.numerics import Monitor
 from halfstep.stepping.attached import AttachedOptimizer, attached_to, creation_callbacks
-from tests.support.worlds import advance, scaled_step
+from tests.support.worlds import advance, scaled_step, with_optimizer
 
 
 @contextmanager
@@ -27,8 +27,7 @@ def noting(optimizer: Any = None) -> Iterator[Recording]:
 
 
 def model_and_optimizer(kind: type[torch.optim.Optimizer]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = torch.nn.Linear(4, 1)
-    return model, kind(model.parameters(), lr=1e-3)
+    return with_optimizer(torch.nn.Linear(4, 1), kind, lr=1e-3)
 
 
 FACTORS = (1.0, float("inf"), 1.0)

@@ -19,11 +19,18 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.stepping.attached import attached_to
 from tests.support.backends import needs_compiler
-from tests.support.worlds import BF16, FP16, advance, scaled_backward, scaled_step, step_and_clear
+from tests.support.worlds import (
+    BF16,
+    LEVELS,
+    advance,
+    in_both_halves,
+    scaled_backward,
+    scaled_step,
+    step_and_clear,
+    with_both_masters,
+    with_optimizer,
+)
 
-LEVELS = ["O0", "O1", "O2", "O3"]
-in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
-with_both_masters = pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 TORCH = ["SGD", "Adam", "AdamW", "RMSprop", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "Rprop", "ASGD"]
 TORCH += ["Adafactor"]
 FUSED = ["SGD", "Adam", "AdamW", "Adagrad"]
@@ -222,8 +229,7 @@ def test_the_optimizer_is_an_ordinary_one(name: str, level: str, fused: bool, ha
     for p in plain.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
     plain.step()
-    model = net()
-    given = torch_optimizer(name)(model.parameters())
+    model, given = with_optimizer(net(), torch_optimizer(name))
     model, optimizer = start(half, fused, lambda _: given, model, level)
     train(model, optimizer, range(2))
     assert optimizer is given
@@ -740,8 +746,7 @@ def test_fused_sgd_of_torch_moves_all_weights(masters: bool | None, half: torch.
     weights = []
     for fused in (True, False):
         torch.manual_seed(0)
-        model = nn.Linear(12, 160)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        model, optimizer = with_optimizer(nn.Linear(12, 160), torch.optim.SGD, lr=0.1, momentum=0.9, fused=fused)
         options: dict[str, Any] = {} if level == "O0" else {"dtype": half}
         if level == "O2":
             options["master_weights"] = masters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import logging
 import pickle
@@ -39,7 +38,7 @@ from tests.stepping.test_ordinary_optimizer import (
     with_both_masters,
 )
 from tests.support.processes import Ranks
-from tests.support.worlds import advance, step_and_clear, unscaled_step
+from tests.support.worlds import advance, read_back, step_and_clear, unscaled_step, with_optimizer
 
 # ---- rows 9 to 11: ranks and shards
 
@@ -165,8 +164,7 @@ def test_shards_are_saved_whole_and_loaded_bit_for_bit(ranks: Ranks, kind: str) 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_scheduler_follows_the_steps_that_were_taken(when: str, fused: bool, half: torch.dtype) -> None:
     """A scheduler puts a ``step`` on the instance that calls the function of the class it found; no warning."""
-    model = net()
-    optimizer = sgd(model.parameters())
+    model, optimizer = with_optimizer(net(), sgd)
     if when == "before":
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     start(half, fused, lambda _: optimizer, model)
@@ -298,12 +296,9 @@ def test_resume_is_bit_for_bit_in_every_order(
 ) -> None:
     model, optimizer = start(half, fused, torch_optimizer(name))
     train(model, optimizer, range(4))
-    file, saved_at = io.BytesIO(), truth(model)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    saved_at, saved = truth(model), read_back({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     train(model, optimizer, range(4, 8))
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    again = net()
-    again_optimizer = torch_optimizer(name)(again.parameters())
+    again, again_optimizer = with_optimizer(net(), torch_optimizer(name))
     with torch.no_grad():
         again[0].weight.add_(1.0)
     for what in order:
@@ -345,8 +340,7 @@ def test_larc_is_taken_at_every_level(wrapper: Any, level: str, fused: bool, hal
     def larc(params: Any) -> Any:
         return wrapper(torch.optim.SGD(params, lr=0.5, momentum=0.9))
 
-    plain = net()
-    reference = larc(plain.parameters())
+    plain, reference = with_optimizer(net(), larc)
     for t in range(5):
         unscaled_step(loss_of(plain, t), reference)
     model, optimizer = start(half, fused, larc, level=level)

@@ -15,9 +15,7 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from halfstep.stepping import replaced
 from halfstep.stepping.replaced import modules_in
-from tests.support.worlds import BF16, advance, scaled_backward
-
-LEVELS = ["O0", "O1", "O2", "O3"]
+from tests.support.worlds import BF16, LEVELS, Applies, advance, scaled_backward
 
 
 class Net(nn.Module):
@@ -230,11 +228,7 @@ def pruned(model: Any, optimizer: Any) -> None:
 
 
 def orthogonal(model: Any, optimizer: Any) -> None:
-    class Scaled(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * x
-
-    nn.utils.parametrize.register_parametrization(model.second, "weight", Scaled())
+    nn.utils.parametrize.register_parametrization(model.second, "weight", Applies(lambda x: 2 * x))
 
 
 def averaged(model: Any, optimizer: Any) -> Any:

@@ -6,7 +6,7 @@ Warnings are errors in this suite, so each case without a warning here would fai
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,15 +14,18 @@ import torch
 from torch import nn
 
 from halfstep import amp, fp16_utils, optimizers
-from tests.support.worlds import BF16, FP16, advance
+from tests.support.worlds import (
+    BF16,
+    FP16,
+    advance,
+    scaled_backward,
+    scaled_step,
+    start_amp,
+    step_and_clear,
+    with_optimizer,
+)
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True)
-def _casts_end() -> Iterator[None]:
-    yield
-    amp.deactivate()
 
 
 class Loop:
@@ -31,22 +34,19 @@ class Loop:
     def __init__(self, level: str = "O2", dtype: torch.dtype = FP16, make: Any = torch.optim.SGD, **options: Any):
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-        self.model, self.optimizer = amp.initialize(
-            model, make(model.parameters(), lr=0.01), opt_level=level, dtype=dtype, verbosity=0, **options
-        )
+        self.model, self.optimizer = start_amp(model, make, level, dtype=dtype, lr=0.01, **options)
 
     def loss(self) -> torch.Tensor:
         loss: torch.Tensor = self.model(X).float().square().mean()
         return loss
 
     def block(self, **options: Any) -> None:
-        with amp.scale_loss(self.loss(), self.optimizer, **options) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(self.loss(), self.optimizer, **options)
 
 
 def plain(loop: Loop) -> None:
     loop.loss().backward()
-    loop.optimizer.step()
+    loop.optimizer.step()  # not by a helper: the warning names the file that steps
     loop.optimizer.zero_grad()
 
 
@@ -74,8 +74,7 @@ def plain_with_release(loop: Loop) -> None:
 
 
 def block_inside(scaler: Any, loop: Loop) -> None:
-    with amp.scale_loss(scaler.scale(loop.loss()), loop.optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(scaler.scale(loop.loss()), loop.optimizer)
     scaler.step(loop.optimizer)
     scaler.update()
     loop.optimizer.zero_grad()
@@ -95,23 +94,20 @@ def backward_after_the_block(loop: Loop) -> None:
     with amp.scale_loss(loop.loss(), loop.optimizer) as scaled_loss:
         pass
     scaled_loss.backward()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    step_and_clear(loop.optimizer)
 
 
 def backward_of_another_loss(loop: Loop) -> None:
     with amp.scale_loss(loop.loss(), loop.optimizer):
         loop.loss().backward()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    step_and_clear(loop.optimizer)
 
 
 def clip_in_the_block(loop: Loop, clip: Callable[..., Any] = nn.utils.clip_grad_norm_, limit: float = 1.0) -> None:
     with amp.scale_loss(loop.loss(), loop.optimizer) as scaled_loss:
         scaled_loss.backward()
         clip(loop.model.parameters(), limit)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    step_and_clear(loop.optimizer)
 
 
 def clip_values_in_the_block(loop: Loop) -> None:
@@ -202,8 +198,7 @@ def test_a_loss_that_goes_past_its_scale_is_warned_of_once(name: str) -> None:
 def in_blocks(loop: Loop) -> None:
     loop.block()
     loop.block()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    step_and_clear(loop.optimizer)
 
 
 def a_step_again(loop: Loop) -> None:
@@ -231,16 +226,14 @@ def cleared_by_the_model(loop: Loop) -> None:
 
 def unchecked(loop: Loop) -> None:
     loop.block(delay_overflow_check=True)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    step_and_clear(loop.optimizer)
 
 
 def a_closure(loop: Loop) -> None:
     def closure() -> torch.Tensor:
         loop.optimizer.zero_grad()
         loss = loop.loss()
-        with amp.scale_loss(loss, loop.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, loop.optimizer)
         return loss
 
     loop.optimizer.step(closure)
@@ -289,8 +282,7 @@ def accumulated_by_our_scaler(loop: Loop) -> None:
 def clipped_after_the_block(loop: Loop) -> None:
     loop.block()
     nn.utils.clip_grad_norm_(amp.master_params(loop.optimizer), 1e-3)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    step_and_clear(loop.optimizer)
 
 
 def two_passes_in_a_block(loop: Loop) -> None:
@@ -306,15 +298,13 @@ def averaged_by_hand_in_the_block(loop: Loop) -> None:
         scaled_loss.backward()
         for param in loop.model.parameters():
             param.grad.mul_(4).div_(4)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    step_and_clear(loop.optimizer)
 
 
 def frozen(loop: Loop) -> None:
     loop.model[0].requires_grad_(False)
     loop.block()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    step_and_clear(loop.optimizer)
 
 
 def a_failed_pass(loop: Loop) -> None:
@@ -378,13 +368,9 @@ def test_a_gan_whose_losses_reach_one_network_each(level: str) -> None:
     (g, d), (opt_g, opt_d) = amp.initialize(nets, both, opt_level=level, dtype=FP16, num_losses=2, verbosity=0)
     for set_to_none in (True, False) * 2:
         opt_d.zero_grad(set_to_none=set_to_none)
-        with amp.scale_loss(d(g(X).detach()).float().mean(), opt_d, loss_id=0) as scaled_loss:
-            scaled_loss.backward()
-        opt_d.step()
+        scaled_step(d(g(X).detach()).float().mean(), opt_d, loss_id=0)
         opt_g.zero_grad(set_to_none=set_to_none)
-        with amp.scale_loss(d(g(X)).float().mean(), opt_g, loss_id=1) as scaled_loss:
-            scaled_loss.backward()
-        opt_g.step()
+        scaled_step(d(g(X)).float().mean(), opt_g, loss_id=1)
 
 
 def test_fp16_optimizer_and_the_handle_scale_by_themselves() -> None:
@@ -397,19 +383,14 @@ def test_fp16_optimizer_and_the_handle_scale_by_themselves() -> None:
         optimizer.backward(model(X.half()).float().mean())
         optimizer.step()
     handle: Any = amp.init(dtype=FP16)
-    other = nn.Linear(4, 2)
-    sgd = torch.optim.SGD(other.parameters(), 0.01)
+    other, sgd = with_optimizer(nn.Linear(4, 2), torch.optim.SGD, 0.01)
     for _ in range(2):
-        with handle.scale_loss(other(X).float().mean(), sgd) as scaled_loss:
-            scaled_loss.backward()
-        sgd.step()
-        sgd.zero_grad()
+        advance(other(X).float().mean(), sgd, by=handle)
     handle._deactivate()
 
 
 def test_gradients_clipped_before_our_scaler_unscales_them() -> None:
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = with_optimizer(nn.Linear(4, 2), torch.optim.SGD, 0.1)
     scaler = amp.GradScaler(init_scale=4096.0)
 
     def batch() -> None:

@@ -16,7 +16,7 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import LossScaleCollapsed
 from tests.stepping.test_overflow import Reads
 from tests.support.doors import HANDLES, open_door
-from tests.support.worlds import scaled_backward, scaled_step, step_and_clear
+from tests.support.worlds import FP16, scaled_backward, scaled_step, start_amp, step_and_clear, with_optimizer
 
 BAD = [math.inf, -math.inf, math.nan]
 OVERFLOWS = 3
@@ -180,8 +180,7 @@ def test_gradients_from_before_a_step_are_looked_at_once_and_only_where_they_may
 
 @pytest.mark.parametrize("masters", [False, True], ids=["fp32", "O2"])
 def test_a_grad_scaler_goes_on_skipping_until_they_are_cleared(masters: bool, caplog: pytest.LogCaptureFixture) -> None:
-    model: Any = nn.Linear(8, 4)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model, optimizer = with_optimizer(nn.Linear(8, 4), torch.optim.SGD, lr=1e-2)
     if masters:
         model, optimizer = amp.decorate(model, optimizer, level="O2", dtype="float16")
     scaler = amp.GradScaler(init_loss_scaling=256.0, decr_every_n_nan_or_inf=1)
@@ -205,10 +204,8 @@ def test_a_grad_scaler_goes_on_skipping_until_they_are_cleared(masters: bool, ca
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_block_does_not_take_what_a_grad_scaler_left(fused: bool) -> None:
-    model: Any = nn.Linear(8, 4)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level="O2", dtype=torch.float16, fused=fused, loss_scale=64.0, verbosity=0
+    model, optimizer = start_amp(
+        nn.Linear(8, 4), torch.optim.SGD, "O2", dtype=FP16, fused=fused, loss_scale=64.0, lr=1e-2
     )
     scaler = amp.GradScaler(init_loss_scaling=256.0)
     scaled_step(model(torch.ones(4, 8)).float().sum() * math.nan, optimizer, scaler)
@@ -304,10 +301,8 @@ def test_an_overflow_of_one_loss_skips_the_step_of_all_and_is_cleared() -> None:
     found = []
     for always in (True, False):
         torch.manual_seed(0)
-        model: Any = nn.Linear(8, 4)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2)
-        model, optimizer = amp.initialize(
-            model, optimizer, opt_level="O2", dtype=torch.float16, num_losses=2, loss_scale="dynamic", verbosity=0
+        model, optimizer = start_amp(
+            nn.Linear(8, 4), torch.optim.SGD, "O2", dtype=FP16, num_losses=2, loss_scale="dynamic", lr=1e-2
         )
         for i in range(4):
             for loss_id in (0, 1):

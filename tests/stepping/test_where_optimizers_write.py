@@ -13,9 +13,7 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.core.errors import UsageError
-from tests.support.worlds import scaled_backward
-
-in_both_halves = pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+from tests.support.worlds import in_both_halves, scaled_backward, start_amp, with_optimizer
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -218,13 +216,12 @@ def test_a_step_over_a_list_of_the_optimizer_s_own_is_refused(lr: float, half: t
 
 @in_both_halves
 def test_state_that_is_looked_up_by_a_weight_of_an_own_list_is_refused_in_words(half: torch.dtype) -> None:
-    model = nn.Linear(8, 8, bias=False)
-    optimizer: Any = OwnStates(model.parameters())
+    model, optimizer = with_optimizer(nn.Linear(8, 8, bias=False), OwnStates)
     optimizer.state[model.weight]["steps"] = 0
     amp.initialize(model, optimizer, opt_level="O2", dtype=half, loss_scale=1.0, verbosity=0)
     backward(model, optimizer)
     before = truth(model)
-    with pytest.raises(UsageError, match=r"looked up by the weight.*self\.param_groups"):
+    with pytest.raises(UsageError, match=r"looked up the state.*self\.param_groups"):
         optimizer.step()
     assert torch.equal(truth(model), before)
     assert optimizer.state[model.weight] == {"steps": 0}
@@ -279,9 +276,7 @@ class OneBlock(Optimizer):
 
 
 def test_a_step_that_leaves_out_some_weights_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(8, 8)
-    optimizer: Any = OneBlock(model.parameters())
-    amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, loss_scale=1.0, verbosity=0)
+    model, optimizer = start_amp(nn.Linear(8, 8), OneBlock, "O2", dtype=torch.bfloat16, loss_scale=1.0)
     with caplog.at_level(logging.WARNING, "halfstep"):
         for _ in range(8):
             backward(model, optimizer)

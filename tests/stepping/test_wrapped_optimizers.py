@@ -14,7 +14,7 @@ from torch import nn
 import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
-from tests.support.worlds import scaled_step
+from tests.support.worlds import scaled_step, with_optimizer
 
 RATE, STEPS = 1e-4, 20  # 16-bit weights of 1.0 would lose each of these updates
 
@@ -208,8 +208,7 @@ def test_a_wrapper_s_state_is_loaded_again() -> None:
 
 
 def test_an_optimizer_and_its_wrapper_are_one() -> None:
-    model = nn.Linear(8, 8)
-    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    model, inner = with_optimizer(nn.Linear(8, 8), torch.optim.SGD, lr=RATE)
     with pytest.raises(UsageError, match="twice"):
         amp.initialize(model, [inner, optimizers.LARC(inner)], opt_level="O2", verbosity=0)
     amp.initialize(model, optimizers.LARC(inner), opt_level="O2", verbosity=0)
@@ -218,8 +217,7 @@ def test_an_optimizer_and_its_wrapper_are_one() -> None:
 
 
 def test_an_optimizer_that_holds_itself_is_no_wrapper() -> None:
-    model = nn.Linear(8, 8, bias=False)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
+    model, optimizer = with_optimizer(nn.Linear(8, 8, bias=False), torch.optim.SGD, lr=RATE)
     optimizer.me = optimizer
     optimizer.wrapper = Forwarding(optimizer)
     amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, loss_scale=1.0, verbosity=0)
@@ -278,8 +276,6 @@ def test_a_step_that_calls_the_one_above_its_own_type_does_not_call_itself(level
     model: Any = nn.Linear(2, 2)
     before = model.weight.detach().clone()
     model, optimizer = amp.initialize(model, Counting(model.parameters(), lr=0.5), opt_level=level, verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    scaled_step(model(torch.ones(1, 2)).sum(), optimizer)
     assert optimizer.calls == 1
     assert torch.equal(next(iter(amp.master_params(optimizer))), before - 0.5)

@@ -24,6 +24,7 @@ from halfstep.casting.current import thread
 from halfstep.casting.scope import OpCasting
 from halfstep.core.errors import HalfstepError
 from tests.support.sweeps import Found, command
+from tests.support.worlds import HALVES
 
 __all__ = ["SCOPES", "Case", "Reference", "problem_of"]
 
@@ -36,7 +37,6 @@ def recorded(casting: OpCasting) -> Iterator[None]:
         yield
 
 
-HALVES = (torch.bfloat16, torch.float16)
 MIXES: dict[str, Callable[[int], bool]] = {  # which of the fp32 tensors are given in 16 bits, by their place
     "all": lambda place: True,
     "first": lambda place: place == 0,

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from halfstep.amp import PrecisionWarning
 
-__all__ = ["Ranks", "four_ranks", "ranks"]
+__all__ = ["Ranks", "four_ranks", "one_rank", "ranks"]
 
 _LIMIT = 150.0  # a busy machine takes a minute to import torch
 
@@ -140,6 +140,16 @@ class Ranks:
             with contextlib.suppress(OSError):
                 connection.close()
         self._processes, self._connections = [], []
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A group of which this process is the only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _group(world: int) -> Iterator[Ranks]:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from halfstep import TrainStep, amp, optimizers
 from halfstep.amp.train_step import program
 from halfstep.torch_internals.compiler_compat import compile_with_autograd
-from tests.support.worlds import BF16, FP16, FP32
+from tests.support.worlds import BF16, FP16, FP32, loss_of, with_optimizer
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -45,10 +45,6 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
 
 
-def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)
-
-
 def batch(i: int, rows: int = 4, *, overflow: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(i)
     x = torch.randn(rows, 5, 16, generator=generator)
@@ -61,8 +57,7 @@ def made(
     kind: Callable[[], nn.Module], level: str | None, dtype: torch.dtype, make: Any, scaled: bool, **options: Any
 ) -> tuple[nn.Module, Any, TrainStep]:
     torch.manual_seed(0)
-    model: Any = kind()
-    optimizer: Any = make(model.parameters(), lr=1e-3)
+    model, optimizer = with_optimizer(kind(), make, lr=1e-3)
     if level is not None:
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
     scaler = amp.GradScaler(init_loss_scaling=2.0**10, decr_every_n_nan_or_inf=1) if scaled else None
@@ -246,8 +241,7 @@ def test_what_cannot_be_one_graph_runs_in_parts(kind: Any, reason: str, caplog: 
     assert signature.runs == "in parts"
     assert reason in str(signature.reason)
     assert [r.message.count("runs in parts") for r in caplog.records] == [1]
-    for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close([*model.parameters()], [*theirs.parameters()], rtol=2e-2, atol=1e-3)
 
 
 def test_a_torch_that_cannot_put_backward_into_a_graph_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import HalfstepError, TrainStep, amp, optimizers
 from tests.support.processes import Ranks
-from tests.support.worlds import BF16, FP16, scaled_backward, with_optimizer
+from tests.support.worlds import BF16, FP16, assert_equal, loss_of, scaled_backward, with_optimizer
 
 SCALERS: dict[str, Callable[[], Any]] = {
     "no scaler": lambda: None,
@@ -41,8 +41,7 @@ def mlp() -> nn.Module:
 
 
 def brought_up(level: str | None, dtype: torch.dtype, make: Any) -> tuple[Any, Any]:
-    model: Any = mlp()
-    optimizer: Any = make(model.parameters(), lr=0.01)
+    model, optimizer = with_optimizer(mlp(), make, lr=0.01)
     if level == "decorate":
         return amp.decorate(models=model, optimizers=optimizer, level="O2", dtype=dtype)
     if level is not None:
@@ -68,10 +67,6 @@ def batch(i: int, overflow: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if overflow:
         x[0, 0] = math.inf
     return x, torch.randn(4, 3, generator=generator)
-
-
-def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)
 
 
 @pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.exhaustive), 0.5])
@@ -119,8 +114,7 @@ def test_it_is_the_loop(level: str | None, dtype: Any, make: Any, scaler: str, a
                 assert step.grad_norm is not None
                 torch.testing.assert_close(step.grad_norm, norm, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(found, loss.detach(), rtol=0, atol=0, equal_nan=True)
-        for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(p, q)
+        assert_equal(model.parameters(), theirs.parameters())
     assert not found.requires_grad
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), mlp().to(BF16).parameters(), strict=True))
     (signature,) = step.signatures
@@ -155,8 +149,7 @@ def test_each_kind_of_batch_has_a_signature_and_few_are_kept() -> None:
 
 
 def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Linear(2, 2)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return with_optimizer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1)
 
 
 WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
@@ -231,8 +224,7 @@ def test_ranks_step_with_the_mean_over_all_batches(ranks: Ranks, level: str | No
     step = TrainStep(model, loss_of, optimizer, accumulate=4)
     for i in range(8):
         step(*batch(i, False))
-    for p, q in zip(model.parameters(), first, strict=True):
-        torch.testing.assert_close(p.float(), q, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close([p.float() for p in model.parameters()], [*first], rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor calls it

@@ -22,7 +22,7 @@ from halfstep.amp.train_step import graphed_steps
 from halfstep.stepping.attached import observers
 from tests.support.backends import skip_without_compiler
 from tests.support.tape import imitation
-from tests.support.worlds import BF16, FP16, FP32, advance, scaled_backward, with_optimizer
+from tests.support.worlds import BF16, FP16, FP32, advance, loss_of, scaled_backward, start_amp, with_optimizer
 
 
 @pytest.fixture
@@ -31,10 +31,6 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with imitation() as tape:
         monkeypatch.setattr(graphed_steps, "CudaGraph", tape)
         yield
-
-
-def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)
 
 
 def batch(i: int, rows: int = 4, *, overflow: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -370,8 +366,7 @@ def test_a_model_that_reads_the_device_runs_eagerly(caplog: pytest.LogCaptureFix
     trained = []
     for graph in (True, False):
         torch.manual_seed(0)
-        model, optimizer = with_optimizer(Reads(), optimizers.FusedAdam, lr=1e-2)
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
+        model, optimizer = start_amp(Reads(), optimizers.FusedAdam, "O2", dtype=BF16, lr=1e-2)
         step = TrainStep(model, loss_of, optimizer, cuda_graph=graph)
         losses = [step(*batch(i)) for i in range(8)]
         trained.append((losses, list(model.parameters()), step.signatures[0]))
