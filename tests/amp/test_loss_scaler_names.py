@@ -116,7 +116,7 @@ def test_what_has_no_effect_says_so_once(caplog: pytest.LogCaptureFixture) -> No
         scaler._scale_seq_len = 3
         backward()
     assert [record.getMessage() for record in caplog.records] == [
-        "loss scaler 0 is static: _scale_seq_len has no effect on it."
+        "loss scaler 0 is static, so _scale_seq_len has no effect."
     ]
     assert scaler._loss_scale == 4.0
     assert scaler._scale_seq_len == 3

@@ -336,7 +336,7 @@ def test_a_hyperparameter_that_changes_in_every_step_ends_recording() -> None:
         take(ours, theirs, i)
     (signature,) = ours[2].signatures
     assert signature.runs == "eager"
-    assert signature.reason == "what the graphs had recorded changed 9 times (hyperparameters other than lr)"
+    assert signature.reason == "values that the graphs had recorded changed 9 times (hyperparameters other than lr)"
 
 
 @pytest.mark.usefixtures("tapes")
@@ -347,7 +347,7 @@ def test_only_so_many_kinds_of_batches_are_recorded() -> None:
             take(ours, theirs, i, rows=rows)
     runs = [signature.runs for signature in ours[2].signatures]
     assert runs == ["CUDA graph"] * 16 + ["eager"] * 3
-    assert ours[2].signatures[-1].reason == "16 kinds of batches have graphs already"
+    assert ours[2].signatures[-1].reason == "16 kinds of batches already have graphs"
 
 
 class Reads(nn.Module):
@@ -393,7 +393,7 @@ def test_who_watches_steps_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     observers.append(Watcher())
     try:
         take(ours, theirs, 6)
-        assert ours[2].signatures[0].reason == "somebody watches the optimizer's steps, which replays do not call"
+        assert ours[2].signatures[0].reason == "hooks or observers watch steps, which replays do not call"
     finally:
         observers.pop()
     seen = []

@@ -1,4 +1,4 @@
-"""Apex's ``amp`` and what belongs to it: opt levels, loss scaling around the backward pass, op casting."""
+"""The ``amp`` API: opt levels, loss scaling around the backward pass, op casting, with Apex's and Paddle's names."""
 
 import importlib
 from typing import Any
@@ -59,7 +59,7 @@ __dir__ = [*__all__, "debugging"].copy
 
 
 def __getattr__(name: str) -> Any:
-    if name == "debugging":  # imported when asked for: few scripts do
+    if name == "debugging":  # imported on first use, because few scripts use it
         return importlib.import_module(".debugging", __name__)
     if name in ("init", "_amp_state", "set_products"):  # few scripts use them
         return NAMES_ABOVE[name]()

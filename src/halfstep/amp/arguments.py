@@ -1,4 +1,4 @@
-"""The arguments that ``amp.initialize`` and ``amp.decorate`` share: models and optimizers."""
+"""Checks of the arguments that ``amp.initialize`` and ``amp.decorate`` share."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ __all__ = [
 if TYPE_CHECKING:
     from ..formats.recipe import RecipeChoice
 else:
-    RecipeChoice = Any  # formats are imported when asked for
+    RecipeChoice = Any  # the formats room is imported on first use
 
 ModuleFilter = Callable[[nn.Module, str], "torch.dtype | str | None"]
 _Layer = str | nn.Module | type[nn.Module] | Callable[[nn.Module, str], bool]
 Layers = _Layer | Collection[_Layer] | None
 """The values that ``excluded_layers`` takes."""
 
-# A list has to be a list. Its items are checked when the function is called: list[Linear] is no list[Module].
+# The items of a list are checked at run time only, because list[Linear] is not a list[Module] for a type checker.
 Models = TypeVar("Models", bound=nn.Module | list[Any])
 Optimizers = TypeVar("Optimizers", bound=torch.optim.Optimizer | LARC | list[Any])
 _Others = ParamSpec("_Others")
 
 
 class _Typed(Protocol[_Others]):
-    """A function that returns what it is given: models, or models and optimizers."""
+    """The type of a function that returns its arguments: models, or models and optimizers."""
 
     @overload
     def __call__(
@@ -64,16 +64,16 @@ class _Typed(Protocol[_Others]):
 
 
 def typed(function: Callable[Concatenate[Any, Any, _Others], Any]) -> _Typed[_Others]:
-    """The function, of which a type checker knows that what is given comes back."""
+    """Tell type checkers that a function returns its models and optimizers with unchanged types."""
     return function  # type: ignore[return-value]
 
 
 def as_models(caller: str, models: Any) -> list[nn.Module]:
-    """The list of models that an argument holds, which is one model or a list.
+    """Return a model or a list of models as a list.
 
     Raises:
-        ArgumentTypeError: for anything else.
-        UsageError: for a model that is wrapped for parallel training.
+        ArgumentTypeError: for any other value.
+        UsageError: for a model in a wrapper for parallel training.
     """
     found = _listed("model", models, nn.Module)
     if not found:
@@ -82,17 +82,17 @@ def as_models(caller: str, models: Any) -> list[nn.Module]:
         if isinstance(model, PARALLEL):
             kind = type(model).__name__
             raise UsageError(
-                f"{kind} is around the bare model already and has to come after: first call {caller}() on the original "
-                f"model, and then wrap what it returns in {kind}."
+                f"The model is already wrapped in {kind}, which must come later: first call {caller}() on the original "
+                f"model, then wrap the model that it returns in {kind}."
             )
     return found
 
 
 def as_optimizers(caller: str, optimizers: Any, *, wrapped: bool = False) -> list[Any]:
-    """The list of optimizers that an argument holds: None, one or a list; ``wrapped`` also allows wrappers of them.
+    """Return None, an optimizer or a list of optimizers as a list; ``wrapped`` also allows wrappers of optimizers.
 
     Raises:
-        ArgumentTypeError: for anything else.
+        ArgumentTypeError: for any other value.
         UsageError: for an ``FP16_Optimizer``.
     """
     given = optimizers if isinstance(optimizers, list) else [] if optimizers is None else [optimizers]
@@ -104,11 +104,11 @@ def as_optimizers(caller: str, optimizers: Any, *, wrapped: bool = False) -> lis
 
 
 def chosen_dtypes(models: list[nn.Module], excluded: Any, module_filter: Any) -> dict[nn.Module, torch.dtype]:
-    """The dtypes that ``excluded_layers`` and ``module_filter`` choose for modules. A module comes before those in it.
+    """Return the dtypes that ``excluded_layers`` and ``module_filter`` choose, each module before its submodules.
 
     Raises:
-        ArgumentTypeError: for an item that is no layer, or a filter that cannot be called.
-        ArgumentValueError: for a name, a type or a module that no model has, or no dtype.
+        ArgumentTypeError: for an item that does not describe layers, or a filter that is not callable.
+        ArgumentValueError: for a name, type or module that no model has, or a value that is not a dtype.
     """
     what = "a function that is called with (module, name) and returns a dtype, or None to leave a module to the level"
     check_kind("module_filter", module_filter, (Callable, NoneType), what)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def chosen_dtypes(models: list[nn.Module], excluded: Any, module_filter: Any) ->
         if not (issubclass(item, nn.Module) if isinstance(item, type) else callable(item) or isinstance(item, str)):
             raise ArgumentTypeError(
                 "excluded_layers must be a module, its name, a module type, a function of (module, name), or a list of "
-                f"them; {item!r} is neither."
+                f"them; {item!r} is none of these."
             )
         if isinstance(item, (str, type, nn.Module)) and not any(_answer(item, *each) for each in named):
             given = repr(item) if isinstance(item, str) else getattr(item, "__name__", f"this {type(item).__name__}")
@@ -134,7 +134,7 @@ def chosen_dtypes(models: list[nn.Module], excluded: Any, module_filter: Any) ->
 
 
 def _answer(item: Any, module: nn.Module, name: str) -> Any:
-    """True or a dtype if an item of ``excluded_layers`` or a ``module_filter`` chooses a module."""
+    """Return True or a dtype if an item of ``excluded_layers`` or a ``module_filter`` chooses a module."""
     if item is None or isinstance(item, (str, nn.Module)):
         return item is module or item == name
     return isinstance(module, item) if isinstance(item, type) else item(module, name)
@@ -156,16 +156,16 @@ _PLACES = {"model": "nn.Module", "optimizer": "optim.Optimizer"}
 
 
 def returned(models: Any, optimizers: Any) -> Any:
-    """The result of ``initialize`` and ``decorate``: their arguments, in the same shape."""
+    """Return the result of ``initialize`` and ``decorate``: their arguments, in the same structure."""
     return models if optimizers is None else (models, optimizers)
 
 
 def device_of(models: list[nn.Module]) -> torch.device:
-    """The device of the first parameter; the CPU where there is none."""
+    """Return the device of the first parameter; the CPU if there are no parameters."""
     return next((param.device for model in models for param in model.parameters()), torch.device("cpu"))
 
 
 def warn_of_slow_devices(models: list[nn.Module], half: torch.dtype) -> None:
-    """Warn, once for each device of the models, where it has no units for a 16-bit dtype."""
+    """Warn once for each device of the models that has no units for a 16-bit dtype."""
     for device in {param.device for model in models for param in model.parameters()}:
         warn_if_slow(device, half)

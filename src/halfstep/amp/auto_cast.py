@@ -1,4 +1,4 @@
-"""``amp.auto_cast``: Paddle's scope of op casting, with the op lists at hand."""
+"""``amp.auto_cast``: Paddle's context manager for op casting, with custom op lists."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LEVELS = ("O0", "OD", "O1", "O2")
 
 @traced_as_constant
 def _printed(white: Any, black: Any, **settings: Any) -> str:
-    """The lists as text. Dynamo calls this while it traces, and holds the text as a constant."""
+    """Return the lists as text. Dynamo calls this function while it traces, and keeps the text as a constant."""
     return str(OpLists.custom(white, black, **settings))
 
 
@@ -41,8 +41,8 @@ def _devices(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
     for name in names:
         if not is_device(name) or torch.device(name).type != name:
             raise ArgumentValueError(
-                f"device_type={given!r}: {name!r} is no type of device; write 'cpu', 'cuda', 'xpu', 'mps', 'npu' or a "
-                "list of such, without an index, or leave it out."
+                f"device_type={given!r}: {name!r} is not a device type; use 'cpu', 'cuda', 'xpu', 'mps', 'npu' or a "
+                "list of device types, without an index, or leave it out."
             )
     if not names:
         raise ArgumentValueError("device_type=[] casts nowhere; pass enable=False for a scope without casts.")
@@ -50,17 +50,17 @@ def _devices(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
 
 
 class _AutoCastType(type):
-    """Refuses ``with amp.auto_cast:``, which lacks its parentheses, with an error that says so."""
+    """Refuses ``with amp.auto_cast:`` without parentheses."""
 
     def __enter__(cls) -> NoReturn:
-        raise ArgumentTypeError("`with amp.auto_cast:` lacks its parentheses; write `with amp.auto_cast():`.")
+        raise ArgumentTypeError("`with amp.auto_cast:` lacks parentheses; write `with amp.auto_cast():`.")
 
     def __exit__(cls, *exc: object) -> None:
-        """Never reached; ``with`` looks for it before it enters."""
+        """Do nothing: ``with`` requires the method, but never calls it because ``__enter__`` raises."""
 
 
 class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the function that Paddle has
-    """A scope, or a decorated function, in which each op computes in the precision its list says.
+    """A context manager and decorator in which each op computes in the precision of its op list.
 
     ::
 
@@ -68,45 +68,45 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             loss = loss_fn(model(x), y)
         loss.backward()
 
-    It holds for the calling thread. A scope inside another replaces it, and a model that ``amp.initialize`` brought up
-    at a level computes as the scope around it says. Backward passes are not cast. float64 and integer tensors are
-    never touched.
+    It applies to the calling thread. An inner block replaces the outer block, and inside a block, models from
+    ``amp.initialize`` compute as the block specifies. Backward passes are not cast. float64 and integer tensors are
+    never cast.
 
     Args:
-        enable: False is a scope without casts. A type of device in its place, as torch has it here, is taken for
+        enable: False disables all casts in the block. A device type, which is torch's first argument, counts as
             ``device_type``.
-        custom_white_list: ops to run in 16 bits; names or torch functions, in a list, tuple or set. Wins over the
+        custom_white_list: ops to run in 16 bits: names or torch functions, in a list, tuple or set. It overrides the
             lists of the level.
         custom_black_list: ops to run in fp32.
-        custom_wide_list: matrix products that read 16-bit operands and give an fp32 result, such as "linear" around a
+        custom_wide_list: matrix products that read 16-bit operands and return an fp32 result, such as "linear" for a
             router or the logits.
-        level: "O1": the half list in 16 bits, the float list in fp32, the rest in the widest dtype of its inputs.
-            "O2": the float list is down to embedding, interpolation and scatter. "OD": only matrix products,
-            convolutions and the white list in 16 bits, everything else in fp32. "O0": no casts. Any case.
-        dtype: torch.float16, torch.bfloat16 or their names; None means float16 where there is CUDA, else bfloat16.
-        use_promote: at O2, False runs the ops that are on no list in 16 bits, even if an input is fp32.
-        device_type: "cpu", "cuda" or another type that torch knows, or a list of them: tensors on others are left
-            alone. None means the CPU and the accelerator of this machine. A device that the machine does not have is
-            a ``PrecisionWarning``, once per process: nothing would be cast.
-        emulate: "auto" runs 16-bit matrix products, convolutions, attention and recurrent layers in fp32 kernels,
-            rounding what goes in and what comes out, where the device has no 16-bit units; True everywhere, False
-            nowhere.
+        level: "O1" runs the half list in 16 bits, the float list in fp32, and other ops in the widest dtype of their
+            inputs. "O2" reduces the float list to embedding, interpolation and scatter. "OD" runs only matrix products,
+            convolutions and the white list in 16 bits, and everything else in fp32. "O0" casts nothing. Any case.
+        dtype: torch.float16, torch.bfloat16 or their names; None means float16 with CUDA, and bfloat16 otherwise.
+        use_promote: False to run ops without a list in 16 bits at O2, even if an input is fp32.
+        device_type: "cpu", "cuda" or another device type of torch, or a list of device types: tensors on other devices
+            are not cast. None means the CPU and the accelerator of this machine. A device that the machine does not
+            have causes a ``PrecisionWarning``, once per process, because nothing would be cast.
+        emulate: "auto" runs 16-bit matrix products, convolutions, attention and recurrent layers in fp32 kernels with
+            rounded inputs and outputs, if the device has no 16-bit units; True does so on every device, False on none.
         enabled: torch's name of ``enable``.
         products: a ``halfstep.formats.Recipe`` or the name of one: ``linear``, ``matmul``, ``mm``, ``bmm``, ``addmm``,
             ``baddbmm`` and ``grouped_mm`` round their operands to its formats, where the blocks divide their sizes; at
             level "O0" with fp32 results. ``amp.set_products`` does so for chosen layers.
-        cache_enabled: accepted for torch's sake, not used: casts of weights are kept until the outermost block ends.
+        cache_enabled: ignored; for compatibility with torch. Casts of weights are cached until the outermost block
+            ends.
         opt_level: Apex's name of ``level``.
 
     Attributes:
-        casting: the casts that the scope makes; it is a scope by itself, too.
+        casting: the op casting of the block, which is also a context manager.
 
     Warns:
-        PrecisionWarning: once, where the hardware has no units for the dtype and ``emulate=False``.
+        PrecisionWarning: once, if the hardware has no units for the dtype and ``emulate=False``.
 
     Raises:
-        ArgumentValueError: an unknown level, dtype or op, or an op on both lists.
-        ArgumentTypeError: a list that is a bare string, or no collection, or a switch that is neither True nor False.
+        ArgumentValueError: for an unknown level, dtype or op, or an op on both lists.
+        ArgumentTypeError: for a list that is a string or not a collection, or a flag that is neither True nor False.
 
     Source: Paddle's AMP guide, section 2.1.2.
     """
@@ -176,14 +176,14 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         self.casting.__exit__(*exc)
 
     def __call__(self, function: F) -> F:
-        """Decorate a function: it runs inside the scope.
+        """Decorate a function so that it runs in the block.
 
         Raises:
-            ArgumentTypeError: for something else than a function, such as a tensor.
+            ArgumentTypeError: for a value that is not a function, such as a tensor.
             ArgumentValueError: for a generator or a coroutine.
         """
         if not callable(function):
-            raise ArgumentTypeError(f"{type(function)} is no function to decorate; write `with amp.auto_cast():`.")
+            raise ArgumentTypeError(f"{type(function)} is not a function; write `with amp.auto_cast():`.")
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise ArgumentValueError(
                 f"{function.__name__} is a generator or coroutine, which would leave the scope between its steps; "
@@ -199,4 +199,4 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
 
 
 autocast = auto_cast
-"""The same under torch's name for it."""
+"""An alias with torch's name."""

@@ -1,4 +1,4 @@
-"""``amp.decorate``: Paddle's way to 16-bit weights, for training under ``amp.auto_cast(level="O2")``."""
+"""``amp.decorate``: Paddle's function for 16-bit weights, for training in ``amp.auto_cast(level="O2")``."""
 
 from __future__ import annotations
 
@@ -67,37 +67,37 @@ def decorate(
 
     Args:
         models: a module or a list of modules; changed in place.
-        optimizers: a ``torch.optim.Optimizer``, a list of them, or None; changed in place.
-        level: "O2" casts; "O1" leaves everything as it is, because its casts happen in ``auto_cast``. At both levels
-            the casts of other sessions do not reach the models. ``opt_level=`` is taken too.
+        optimizers: a ``torch.optim.Optimizer``, a list of optimizers, or None; changed in place.
+        level: "O2" casts the models; "O1" changes no weights, because its casts happen in ``auto_cast``. At both
+            levels, casts of other sessions do not apply to the models. ``opt_level=`` is an alias.
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 for a model on CUDA and bfloat16
             elsewhere.
         master_weight: True if the optimizers update fp32 masters; None means True.
-        save_dtype: dtype of floating entries in ``state_dict()``. None means fp32 if there are masters, which are saved
-            then, and the dtype of the parameters otherwise. With 16 bits ``optimizer.state_dict()`` has the masters.
-        master_grad: let gradients of the 16-bit parameters be fp32. It needs masters, and with masters plain backward
-            passes bring fp32 gradients anyway, except under DistributedDataParallel, which refuses such gradients. For
-            blocks of ``amp.scale_loss`` it is an argument of ``amp.initialize``, too.
-        excluded_layers: modules that compute in fp32, as in ``amp.initialize``; here at both levels.
-        module_filter: their long form, as in ``amp.initialize``.
-        emulate: as in ``amp.initialize``, for what the models compute outside of ``amp.auto_cast``, which has an
-            argument of its own.
-        fused: as in ``amp.initialize``.
-        cast_ops: as in ``amp.initialize``, in forward passes; only at level "O2".
-        products: as in ``amp.initialize``.
+        save_dtype: the dtype of floating-point entries in ``state_dict()``. None means fp32 if there are masters, whose
+            values are then saved, and the dtype of the parameters otherwise. With a 16-bit dtype,
+            ``optimizer.state_dict()`` contains the masters.
+        master_grad: True to make gradients of 16-bit parameters fp32. It requires masters. With masters, backward
+            passes without a block compute fp32 gradients anyway, except under DistributedDataParallel, which refuses
+            them. For ``amp.scale_loss`` blocks, ``amp.initialize`` has an argument of the same name.
+        excluded_layers: modules that compute in fp32, at both levels; see ``amp.initialize``.
+        module_filter: see ``amp.initialize``.
+        emulate: see ``amp.initialize``. It applies to the models outside ``amp.auto_cast``, which has its own argument.
+        fused: see ``amp.initialize``.
+        cast_ops: see ``amp.initialize``. It applies to forward passes, only at level "O2".
+        products: see ``amp.initialize``.
 
     Returns:
-        What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
+        The arguments, in the same structure: ``models`` if ``optimizers`` is None, else ``(models, optimizers)``.
 
     Raises:
-        ArgumentTypeError: models, optimizers or excluded layers of the wrong kind.
-        ArgumentValueError: a level or dtype that is not allowed.
-        UsageError: a model that is traced or wrapped for parallel training, an optimizer that was decorated before, one
-            of them twice, or ``master_grad`` without masters or on a torch without ``Tensor.grad_dtype``. Nothing has
-            been changed then.
+        ArgumentTypeError: if models, optimizers or excluded layers have a wrong type.
+        ArgumentValueError: for a level or dtype that is not allowed.
+        UsageError: if a model is traced or wrapped for parallel training, an optimizer is already decorated, a model or
+            optimizer is in a list twice, or for ``master_grad`` without masters or without ``Tensor.grad_dtype`` in
+            torch. Nothing has changed then.
 
     Warns:
-        PrecisionWarning: once, where the device of a model has no units for the dtype and ``emulate=False``.
+        PrecisionWarning: once, if the device of a model has no units for the dtype and ``emulate=False``.
 
     Source: Paddle's AMP guide, section 2.1.3.
     """
@@ -148,16 +148,16 @@ def decorate(
 
 
 def _check_masters(master_weight: Any, master_grad: Any, optimizers: list[torch.optim.Optimizer]) -> bool:
-    """Check what was asked for; True if the optimizers get masters."""
+    """Check the two arguments; True if the optimizers get masters."""
     check_switch("master_weight", master_weight, or_none=True)
     check_switch("master_grad", master_grad)
     if master_grad and master_weight is False:
         raise UsageError(
-            "master_grad=True keeps fp32 gradients of 16-bit parameters, which torch's optimizers step with only "
-            "through fp32 masters; leave out master_weight=False."
+            "master_grad=True keeps fp32 gradients of 16-bit parameters, which torch's optimizers can use only with "
+            "fp32 masters; leave out master_weight=False."
         )
     if master_grad and not hasattr(torch.Tensor, "grad_dtype"):
         raise UsageError(
-            f"master_grad=True needs Tensor.grad_dtype, which torch {torch.__version__} has not; leave it out."
+            f"master_grad=True needs Tensor.grad_dtype, which torch {torch.__version__} does not have; leave it out."
         )
     return master_weight is not False and bool(optimizers)

@@ -1,4 +1,4 @@
-"""``amp.give_masters``: fp32 masters for an optimizer that is made after its model was cast, as trainers do it."""
+"""``amp.give_masters``: fp32 masters for an optimizer created after its model was cast, as trainers do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["give_masters", "has_masters"]
 def give_masters(
     optimizer: torch.optim.Optimizer, weights: Mapping[torch.Tensor, torch.Tensor] | None = None, *, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """Give fp32 masters to an optimizer whose model was cast to 16 bits before, without it.
+    """Give fp32 masters to an optimizer whose model is already cast to 16 bits.
 
     ::
 
@@ -27,20 +27,20 @@ def give_masters(
         amp.decorate(model, level="O2", save_dtype="float32")
         optimizer = amp.give_masters(make_optimizer(model), weights)
 
-    This is the same as ``amp.decorate(model, optimizer, level="O2")``, in two calls.
+    The two calls are equivalent to ``amp.decorate(model, optimizer, level="O2")``.
 
     Args:
-        optimizer: changed in place. Its 16-bit parameters get masters.
-        weights: the fp32 weights before the cast, by parameter. A master starts from its fp32 weight if that still
-            rounds to the parameter, and from the 16-bit weight otherwise.
-        fused: as in ``amp.initialize``.
+        optimizer: the optimizer, changed in place. Its 16-bit parameters get masters.
+        weights: the fp32 weights before the cast, by parameter. A master starts from the fp32 weight if it still rounds
+            to the parameter, and from the 16-bit weight otherwise.
+        fused: see ``amp.initialize``.
 
     Returns:
         The optimizer.
 
     Raises:
-        ArgumentTypeError: for something else than a ``torch.optim.Optimizer``.
-        UsageError: for an optimizer that ``amp`` has prepared before.
+        ArgumentTypeError: if ``optimizer`` is not a ``torch.optim.Optimizer``.
+        UsageError: if ``amp`` already prepared the optimizer.
     """
     as_optimizers("amp.give_masters", [optimizer])
     check("amp.give_masters", [], [optimizer], None)
@@ -53,6 +53,6 @@ def give_masters(
 
 
 def has_masters(optimizer: torch.optim.Optimizer) -> bool:
-    """True if ``amp`` has prepared an optimizer and given it fp32 masters."""
+    """True if ``amp`` prepared an optimizer and gave it fp32 masters."""
     attached = attached_to(optimizer)
     return attached is not None and attached.keeper.any

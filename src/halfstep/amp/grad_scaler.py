@@ -1,4 +1,4 @@
-"""``amp.GradScaler``: loss scaling step by step, with Paddle's and torch's names, in the place of either."""
+"""``amp.GradScaler``: loss scaling with explicit calls, a replacement for the scalers of torch and Paddle."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = ["GradScaler"]
 
 
 class _FirstStep(Subscriber):
-    """Logs the findings after the first step of an optimizer that was never prepared: its model may have been cast."""
+    """Logs findings after the first step of an optimizer that ``amp`` did not prepare; its model may still be cast."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = ref(optimizer)  # as the user gave it, perhaps a wrapper
+        self._optimizer = ref(optimizer)  # the user's object, which may be a wrapper
 
     def stepped(self, window: Window) -> None:
         window.subscribers.remove(self)
-        from ..diagnostics.findings.checking import log_first_step  # imported when asked for
+        from ..diagnostics.findings.checking import log_first_step  # imported on first use
 
         log_first_step(self._optimizer())
 
@@ -52,59 +52,60 @@ class GradScaler(ScalerSettings):
             with amp.auto_cast():
                 loss = loss_fn(model(x), y)
             scaler.scale(loss).backward()
-            scaler.step(optimizer)   # unscales, looks for inf and NaN, steps if there is none
-            scaler.update()          # moves the scale
+            scaler.step(optimizer)   # unscales the gradients, and steps unless one is inf or NaN
+            scaler.update()          # updates the scale
             optimizer.zero_grad()
 
     To accumulate gradients, call ``step`` and ``update`` only after the last of several backward passes. To clip, call
     ``scaler.unscale_(optimizer)`` and then ``torch.nn.utils.clip_grad_norm_``, or ``scaler.clip_grad_norm_`` alone.
 
-    It takes any ``torch.optim.Optimizer``, also one with fp32 masters from ``amp.decorate`` or ``amp.initialize``, and
-    several at a time; each is skipped for its own overflow only. Gradients may have any floating or complex dtype, be
-    sparse, or be missing. With one that takes torch's ``grad_scale`` and ``found_inf`` (``fused=True``) nothing
-    here waits for the device, and a whole step can be captured in a CUDA graph; any other costs one read a step. Skips
-    are logged at level INFO of the logger "halfstep", one step late.
+    It supports any ``torch.optim.Optimizer``, including optimizers with fp32 masters from ``amp.decorate`` or
+    ``amp.initialize``, and several optimizers, each of which skips its step for its own overflow only. Gradients may
+    have any floating-point or complex dtype, be sparse, or be missing. If the optimizer reads torch's ``grad_scale``
+    and ``found_inf`` (``fused=True``), no call waits for the device, and a CUDA graph can capture the whole step;
+    otherwise each step reads the device once. Skipped steps are logged at level INFO of the logger "halfstep", one step
+    late.
 
-    It is a ``torch.amp.GradScaler`` with all its methods. Torch's names of the arguments are keyword aliases.
+    It is a ``torch.amp.GradScaler`` with all its methods. torch's argument names are keyword aliases.
 
     Args:
-        enable: False makes every call do nothing but step the optimizer. A device, as torch's has it here, counts as
-            True and is ignored: the scale lives where the losses do.
-        init_loss_scaling: the scale at the start, a finite number above zero.
+        enable: False disables everything except the optimizer's step. A device, which is torch's first argument, counts
+            as True and is otherwise ignored, because the scale is kept on the device of the losses.
+        init_loss_scaling: the initial scale, a finite number above zero.
         incr_ratio: the factor by which the scale grows, above 1.
-        decr_ratio: the factor by which it shrinks, between 0 and 1.
-        incr_every_n_steps: finite steps in a row before it grows; None for never.
-        decr_every_n_nan_or_inf: overflowing steps in a row before it shrinks; None for never.
-        use_dynamic_loss_scaling: False keeps the scale where it is. Overflowing steps are skipped all the same.
-        min_loss_scaling: the floor; None stands for the smallest normal float32 number.
-        max_loss_scaling: the ceiling; None stands for the largest float32 number.
-        collapse_after: after so many overflows in a row at the floor, or at 2**-14 where the floor is lower, ``update``
-            raises ``LossScaleCollapsed``; None for never.
+        decr_ratio: the factor by which the scale shrinks, between 0 and 1.
+        incr_every_n_steps: the number of finite steps in a row before the scale grows; None for never.
+        decr_every_n_nan_or_inf: the number of overflowing steps in a row before the scale shrinks; None for never.
+        use_dynamic_loss_scaling: False keeps the scale constant. Overflowing steps are still skipped.
+        min_loss_scaling: the floor of the scale; None means the smallest normal float32 number.
+        max_loss_scaling: the ceiling of the scale; None means the largest float32 number.
+        collapse_after: the number of overflows in a row at the floor, or at 2**-14 if the floor is lower, after which
+            ``update`` raises ``LossScaleCollapsed``; None for never.
         enabled: torch's name of ``enable``.
         init_scale: torch's name of ``init_loss_scaling``.
         growth_factor: torch's name of ``incr_ratio``.
         backoff_factor: torch's name of ``decr_ratio``.
         growth_interval: torch's name of ``incr_every_n_steps``.
-        device: accepted for torch's sake, not used.
+        device: ignored; for compatibility with torch.
 
     Raises:
-        ArgumentValueError: for a value outside of these ranges.
-        ArgumentTypeError: for a switch that is neither True nor False.
+        ArgumentValueError: for a value outside these ranges.
+        ArgumentTypeError: for a flag that is neither True nor False.
 
     Source: Paddle's AMP guide, sections 2.1.2 and 3.1; ``torch.amp.GradScaler``.
     """
 
     def _start(self, enabled: bool, rule: DynamicLossScale, dynamic: bool) -> None:
         super()._start(enabled, rule, dynamic)
-        # By optimizer: what only this scaler keeps about it, and whether it wraps another.
-        self._known: WeakKeyDictionary[torch.optim.Optimizer, tuple[AttachedOptimizer, bool]] = WeakKeyDictionary()
-        self._scaled = False  # whether a loss ever was
-        self._moved_from: torch.Tensor | None = None  # the scale of the latest losses, if minimize has moved it since
+        # For each optimizer that `amp` did not prepare: its state, and True if it wraps another optimizer.
+        self._attached: WeakKeyDictionary[torch.optim.Optimizer, tuple[AttachedOptimizer, bool]] = WeakKeyDictionary()
+        self._scaled = False  # True after the first scaled loss
+        self._moved_from: torch.Tensor | None = None  # the scale of the latest losses, if `minimize` changed it since
         self._iteration = Iteration()
 
     @property
     def _per_optimizer_states(self) -> dict[int, dict[str, Any]]:  # type: ignore[override]
-        return self._iteration.states  # for those who look where torch has it
+        return self._iteration.states  # for code that reads torch's private attribute
 
     # ---- the training step, in its order
 
@@ -112,19 +113,20 @@ class GradScaler(ScalerSettings):
         """Multiply a loss by the scale.
 
         Args:
-            outputs: a floating tensor, or an iterable of them, nested or not; 16-bit ones are scaled in fp32.
+            outputs: a floating-point tensor, or a possibly nested iterable of tensors; 16-bit tensors are scaled in
+                fp32.
 
         Returns:
-            The same with scaled tensors; exactly ``outputs`` if the scaler is disabled.
+            The scaled tensors in the same structure; ``outputs`` itself if the scaler is disabled.
 
         Raises:
-            ArgumentTypeError: for anything else.
+            ArgumentTypeError: for any other value.
         """
         if not self._enabled:
             return outputs
         if isinstance(outputs, torch.Tensor):
             if not (outputs.is_floating_point() or outputs.is_complex()):
-                raise ArgumentTypeError(f"scale needs a floating tensor, not one of {outputs.dtype}.")
+                raise ArgumentTypeError(f"scale needs a floating-point tensor, not a tensor of {outputs.dtype}.")
             self._iteration.losses += 1
             self._scaled, self._moved_from = True, None
             if self._home is None:
@@ -138,16 +140,15 @@ class GradScaler(ScalerSettings):
 
     @eager
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale, to look at them or clip them before ``step``.
+        """Divide the gradients of an optimizer by the scale, so that you can read or clip them before ``step``.
 
-        Of 16-bit parameters with masters they are fp32 then. Clip or edit them where you like: ``step`` uses them.
+        Gradients of 16-bit parameters with masters become fp32. ``step`` uses the gradients with all your changes.
 
         Args:
-            optimizer: the optimizer whose gradients to unscale, once in each iteration and after all of its backward
-                passes.
+            optimizer: the optimizer whose gradients to unscale, once per iteration and after all its backward passes.
 
         Raises:
-            UsageError: when it was called for this optimizer since the last ``update``, or ``step`` was.
+            UsageError: if ``unscale_`` or ``step`` was already called for this optimizer since the last ``update``.
         """
         if not self._enabled:
             return
@@ -158,22 +159,22 @@ class GradScaler(ScalerSettings):
 
     @eager
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-        """``unscale_`` and clip to a total 2-norm in one go: one read gives the norm and the check for inf and NaN.
+        """Unscale the gradients and clip them to a 2-norm; one read gives the norm and the check for inf and NaN.
 
-        After ``unscale_`` it only clips.
+        After ``unscale_``, it only clips.
 
         Args:
-            optimizer: as for ``unscale_``. With masters, their gradients are clipped.
+            optimizer: see ``unscale_``. If it has masters, the gradients of the masters are clipped.
             max_norm: the largest norm allowed.
 
         Returns:
-            The norm of the unscaled gradients before clipping, as a 0-dim tensor; not finite if they overflowed, which
-            ``step`` then skips. No device is read.
+            The norm of the unscaled gradients before clipping, as a 0-dim tensor; inf or NaN if they overflowed, so
+            that ``step`` will skip. The call does not read the device.
 
         Raises:
-            UsageError: as ``unscale_``, if that was not called before.
-            ArgumentTypeError: for a ``max_norm`` that is no number.
-            ArgumentValueError: if it is below 0 or NaN.
+            UsageError: see ``unscale_``, unless ``unscale_`` was called before.
+            ArgumentTypeError: if ``max_norm`` is not a number.
+            ArgumentValueError: if ``max_norm`` is below 0 or NaN.
         """
         if (release := release_of(optimizer)) is not None:
             release.refuse_clipping("clip_grad_norm_")
@@ -189,20 +190,22 @@ class GradScaler(ScalerSettings):
 
     @eager
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:  # type: ignore[override]
-        """Step an optimizer unless its gradients hold inf or NaN; unscale them before, if ``unscale_`` did not.
+        """Step an optimizer unless its gradients hold inf or NaN. Unscale them first, unless ``unscale_`` did.
 
         Args:
-            optimizer: the optimizer to step, once in each iteration.
-            *args: for ``optimizer.step``. A closure, here or as ``closure=``, calls ``scaler.scale(loss).backward()``
-                and returns the loss; when its gradients overflow it is run again at a lower scale, 64 times at most.
-            **kwargs: likewise.
+            optimizer: the optimizer to step, once per iteration.
+            *args: arguments of ``optimizer.step``. A closure, here or as ``closure=``, must call
+                ``scaler.scale(loss).backward()`` and return the loss. If its gradients overflow, it runs again at a
+                lower scale, up to 64 times.
+            **kwargs: keyword arguments of ``optimizer.step``.
 
         Returns:
-            Whether it stepped, to be read or not: ``if scaler.step(optimizer): scheduler.step()``.
+            A result that is true if the optimizer stepped: ``if scaler.step(optimizer): scheduler.step()``. Only its
+            truth value reads the device.
 
         Raises:
-            UsageError: when ``step`` was called for this optimizer since the last ``update``; when no loss was ever
-                scaled; for a closure that does not use ``scale``, or that overflows at every scale.
+            UsageError: if ``step`` was already called for this optimizer since the last ``update``, if no loss was
+                scaled, or if a closure does not use ``scale`` or overflows at every scale.
         """
         if not self._enabled:
             return StepResult(torch.zeros((), dtype=torch.float32, device="cpu"), optimizer.step(*args, **kwargs))
@@ -222,15 +225,15 @@ class GradScaler(ScalerSettings):
 
     @eager
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Move the scale, once at the end of each iteration.
+        """Update the scale, once at the end of each iteration.
 
         Args:
             new_scale: a scale to set instead, a number or a tensor with one element.
 
         Raises:
-            LossScaleCollapsed: if the scale is at its floor and gradients overflow all the same, again and again.
-            ArgumentValueError: for a new scale that is not a finite number above zero.
-            UsageError: when neither ``step`` nor ``unscale_`` was called since the last ``update``.
+            LossScaleCollapsed: if gradients overflowed ``collapse_after`` times in a row with the scale at its floor.
+            ArgumentValueError: if ``new_scale`` is not a finite number above zero.
+            UsageError: if neither ``step`` nor ``unscale_`` was called since the last ``update``.
         """
         if not self._enabled:
             return
@@ -239,15 +242,15 @@ class GradScaler(ScalerSettings):
             self._scaler.set_scale(scale)
         ended, self._iteration = self._iteration, Iteration()
         for window in ended.windows:
-            # Of an optimizer that did not step: the next step is not the one that these are about.
+            # If the optimizer did not step, the next step must not use the records of this iteration.
             window.records = [record for record in window.records if record.scaler is not self._scaler]
         if scale is None:
             self._scaler.update(ended.overflow(), lambda: blame(ended.windows))
 
     def minimize(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:
-        """``step`` and ``update``; returns what ``step`` returns. It may be called for several optimizers, one by one.
+        """Call ``step`` and ``update``, and return the result of ``step``. You may call it for several optimizers.
 
-        Paddle has the scaled loss as second argument. It is not used: call ``scaled.backward()`` before.
+        In Paddle, the second argument is the scaled loss. It is ignored: call ``scaled.backward()`` before.
         """
         result = self.step(optimizer, **kwargs)
         if self._moved_from is None and self._home is not None:
@@ -258,19 +261,19 @@ class GradScaler(ScalerSettings):
     # ---- inside
 
     def _attached_to(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer:
-        """Return the ``AttachedOptimizer`` that ``amp`` made for an optimizer, or else one of this scaler alone."""
+        """Return the ``AttachedOptimizer`` of an optimizer, or one that only this scaler uses."""
         found = getattr(optimizer, "_amp_stash", None)
         if isinstance(found, AttachedOptimizer):
             return found
         if not hasattr(optimizer, "param_groups"):
             raise ArgumentTypeError(f"GradScaler needs a torch.optim.Optimizer, not {type(optimizer).__name__}.")
-        found, wraps = self._known.get(optimizer, (None, True))
-        if wraps:  # the one inside may have been attached meanwhile
+        found, wraps = self._attached.get(optimizer, (None, True))
+        if wraps:  # the inner optimizer may have been attached since the last call
             found = attached_to(optimizer) or found
         if found is None:
             found = AttachedOptimizer(optimizer)
             found.window.subscribers.append(_FirstStep(optimizer))
-            self._known[optimizer] = found, inner_optimizer(optimizer) is not None
+            self._attached[optimizer] = found, inner_optimizer(optimizer) is not None
         return found
 
     def _unscale(
@@ -281,25 +284,25 @@ class GradScaler(ScalerSettings):
         may_defer: bool = False,
         max_norm: float | None = None,
     ) -> torch.Tensor:
-        """Unscale the gradients of an optimizer, on which its next step depends then.
+        """Unscale the gradients of an optimizer, and record the overflow for its next step.
 
-        It is what a block does on leaving, for passes without a block.
+        The exit of a block does the same for the pass in the block.
 
         Args:
-            optimizer: as the user gave it, perhaps a wrapper.
-            attached: the ``AttachedOptimizer``.
-            may_defer: True to leave it to a fused step where that loses less.
-            max_norm: the norm to clip to in the same go; None for none.
+            optimizer: the user's object, which may be a wrapper.
+            attached: the ``AttachedOptimizer`` of the optimizer.
+            may_defer: True to let a fused step unscale 16-bit gradients in fp32.
+            max_norm: the norm to which to clip; None to leave the gradients unclipped.
 
         Returns:
-            The flag; with ``max_norm`` the norm before clipping.
+            The overflow flag; with ``max_norm``, the norm before clipping.
         """
         if not self._scaled:
             raise UsageError(
-                "No loss has been scaled, so there is nothing to divide the gradients by. Call "
+                "No loss has been scaled, so the gradients must not be divided by the scale. Call "
                 "scaler.scale(loss).backward() before unscale_() or step()."
             )
-        assert self._home is not None  # since a loss was scaled
+        assert self._home is not None  # because a loss was scaled
         scale = self._scaler.scale(self._home) if self._moved_from is None else self._moved_from
         window, iteration, table = attached.window, self._iteration, attached.window.keeper.table
         present = self._scaler.state(scale.device).scale
@@ -310,8 +313,8 @@ class GradScaler(ScalerSettings):
         if not iteration.losses and window.release is None and all(p.grad is None for p in params):
             raise UsageError(
                 f"No loss has been scaled since the last update(), and the parameters of this "
-                f"{type(optimizer).__name__} have no gradient. Call scaler.scale(loss).backward() before unscale_() or "
-                "step()."
+                f"{type(optimizer).__name__} have no gradients. Call scaler.scale(loss).backward() before unscale_() "
+                "or step()."
             )
         for callback in before_unscaling:
             callback()
@@ -336,7 +339,7 @@ class GradScaler(ScalerSettings):
             attached.unscale_late(scale, found_inf)
         else:
             window.finish(scale, found_inf, self._scaler, plain=True, done=done)
-        window.scale = present  # which will be that of the next losses, too
+        window.scale = present  # the tensor that `update` changes in place, so it is also the scale of the next losses
         record_pass([window], found_inf, scaler=self._scaler, with_peers=False)
         if window.ranks.reductions:
             share_overflow(window.records, [window.ranks])
@@ -346,15 +349,15 @@ class GradScaler(ScalerSettings):
     def _evaluating(
         self, optimizer: torch.optim.Optimizer, attached: AttachedOptimizer, closure: Callable[[], Any]
     ) -> Callable[[], Any]:
-        """A closure after which gradients are unscaled; it is run again when they overflowed."""
+        """Wrap a closure so that its gradients are unscaled; the step runs the wrapper again after an overflow."""
 
         def evaluate() -> Any:
             losses = self._iteration.losses
             loss = closure()
             if self._iteration.losses == losses:
                 raise UsageError(
-                    "The closure given to GradScaler.step did not scale its loss, and its gradients would be divided "
-                    "by a scale they do not have; let it call scaler.scale(loss).backward() and return the loss."
+                    "The closure given to GradScaler.step did not scale its loss, so its gradients would be divided by "
+                    "a scale that never multiplied them; call scaler.scale(loss).backward() in it and return the loss."
                 )
             found_inf = self._unscale(optimizer, attached)
             if self._scaler.dynamic and found_inf.item():
@@ -364,7 +367,7 @@ class GradScaler(ScalerSettings):
         return evaluate
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and state, which are whole between ``update`` and the next ``unscale_`` or ``step``."""
+        """Return settings and state, which are complete only after ``update`` and before ``unscale_`` or ``step``."""
         if self._iteration.windows:
             raise UsageError("Pickle or copy a GradScaler after update(), not between unscale_ or step and update().")
         return super().__getstate__()

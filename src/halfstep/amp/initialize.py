@@ -1,4 +1,4 @@
-"""``amp.initialize``: bring models and optimizers to an opt level."""
+"""``amp.initialize``: prepare models and optimizers for an opt level."""
 
 from __future__ import annotations
 
@@ -77,96 +77,98 @@ def initialize(
     precision: str | PathLike[str] | Mapping[str, Any] | None = None,
     master_grad: bool = False,
 ) -> Any:
-    """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
+    """Prepare models and optimizers for an opt level; call it once, before any parallel wrapper.
 
     ::
 
         model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
 
-    The levels: "O0" trains in fp32. "O1" casts around operations, in the model and, for the whole process from then
-    on, outside of any model: in loss functions, in every thread that runs the model. "O2" has 16-bit weights, fp32
-    BatchNorm, and fp32 masters in the optimizer; inputs are cast in and outputs to fp32; ``state_dict()`` of the model
-    is fp32 and holds the masters. "O3" has everything in 16 bits. The other arguments override single properties of
-    the level where they are not None.
+    "O0" trains in fp32. "O1" casts the inputs of ops, in the model and also outside any model, such as in loss
+    functions, for the whole process and every thread that runs the model. "O2" has 16-bit weights, fp32 BatchNorm, and
+    fp32 masters in the optimizer; it casts inputs to 16 bits and outputs to fp32, and ``state_dict()`` of the model
+    contains the fp32 masters. "O3" uses 16 bits for everything. Other arguments that are not None override single
+    properties of the level.
 
-    While a model is called it computes by its own level, beside any other models of the process. An ``amp.auto_cast``
-    or ``amp.disable_casts`` around the call overrides the level. Outside of models the casts of the latest O1 session
-    hold, on the device types of its models, until its models and optimizers are gone.
+    Each model of the process computes at its own level. An ``amp.auto_cast`` or ``amp.disable_casts`` block around the
+    call of a model overrides the level. Outside models, the casts of the latest O1 session apply on the device types of
+    its models, until its models and optimizers are freed.
 
     Args:
-        models: a module, or a list of modules, on any device; changed in place. Masters start from their weights as
-            they are, so load a checkpoint in fp32 before or after.
-        optimizers: a ``torch.optim.Optimizer``, a ``LARC`` around one, a list of them, or None; changed in place.
-            Wrappers of optimizers, such as the wrappers of Fabric, Accelerate and ScheduleFree, are taken too.
-        enabled: False makes this and every other amp call do nothing, so that one script serves both.
+        models: a module, or a list of modules, on any device; changed in place. Masters start from the current weights,
+            so load a checkpoint in fp32 before or after.
+        optimizers: a ``torch.optim.Optimizer``, a ``LARC`` around an optimizer, a list of optimizers, or None; changed
+            in place. Wrappers of optimizers, such as the wrappers of Fabric, Accelerate and ScheduleFree, also work.
+        enabled: False turns this and every other amp call into a no-op, so that a script can train with and without
+            amp.
         opt_level: "O0", "O1", "O2" or "O3"; the ROCm fork's "O4" and "O5" are O1 and O2 in bfloat16.
-            ``level=`` is taken too.
-        cast_model_type: dtype of the weights; False leaves the model alone. Not at O1.
-        patch_torch_functions: True to cast ops; only O1 may.
-        keep_batchnorm_fp32: True if BatchNorm stays fp32; "True" and "False" as strings are taken too. Not at O1.
+            ``level=`` is an alias.
+        cast_model_type: the dtype of the weights; False leaves the model unchanged. Not at O1.
+        patch_torch_functions: True to cast ops; only at O1.
+        keep_batchnorm_fp32: True to keep BatchNorm in fp32; also "True" and "False" as strings. Not at O1.
         master_weights: True if optimizers update fp32 masters. Not at O1.
         loss_scale: a number above zero, the number as a string, "dynamic", or a ``halfstep.DynamicLossScale`` or
-            ``StaticLossScale``, which has bounds of its own.
-        cast_model_outputs: dtype of the models' outputs, or its name; by default fp32 wherever the model is cast.
-        num_losses: the number of losses that have a scale of their own (``loss_id`` of ``amp.scale_loss``).
-        verbosity: 0 is silent; 1 logs a line on the level and one for each of the first skipped steps, then for every
-            hundredth, at level INFO of the logger "halfstep"; 2 also logs each cast. If a program has not set up
-            logging, the logger writes to stderr.
-        min_loss_scale: floor of the dynamic scale; None or 0 for none.
-        max_loss_scale: ceiling of the dynamic scale.
+            ``StaticLossScale``, which has its own bounds.
+        cast_model_outputs: the dtype of the models' outputs, or its name; by default fp32 if the model is cast.
+        num_losses: the number of losses with separate loss scales (``loss_id`` of ``amp.scale_loss``).
+        verbosity: 0 is silent; 1 logs the level, each of the first skipped steps and then every hundredth, at level
+            INFO of the logger "halfstep"; 2 also logs each cast. If the program has not configured logging, the logger
+            writes to stderr.
+        min_loss_scale: the floor of the dynamic scale; None or 0 for no floor.
+        max_loss_scale: the ceiling of the dynamic scale.
         dtype: the 16-bit dtype; None means float16 for a model on CUDA and bfloat16 elsewhere.
-        module_filter: the long form of ``excluded_layers``, called as ``module_filter(module, qualified_name)``. A
-            dtype it returns is the dtype of that module and of all modules in it; None leaves a module to the level, or
-            to the module that has it. Dtypes other than fp32 are for O2 and O3.
-        excluded_layers: modules that compute in fp32 with all modules in them, at every level: qualified names, module
-            types, modules, functions of ``(module, qualified_name)`` that return True, or a list of such. Their
-            parameters and buffers are fp32, also where they share them with others. The outermost of them that is
-            called gets its arguments in fp32, and its result stays fp32: ops that follow cast it where they need 16
-            bits, and the model returns it unrounded. An op in it that meets a 16-bit tensor computes in fp32. What
-            calls ``layer.forward`` or uses ``layer.weight`` from outside is not in the module, and is cast as the level
-            says. A name, type or module that the models do not have is an error.
-        op_lists: the lists that give each op its precision; at O2 and O3 see ``custom_white_list``.
-        custom_white_list: ops to run in 16 bits, names or torch functions, against the lists of O1. At O2 and O3
-            these lists move the ops of the models, and no list of the level counts; the function mode stays on then.
-        custom_black_list: ops to run in fp32, likewise.
-        custom_wide_list: matrix products that read 16-bit operands and give an fp32 result, likewise.
-        emulate: "auto" runs matrix products, convolutions, attention and recurrent layers in fp32 kernels, on 16-bit
-            numbers and with 16-bit results, where the device has no 16-bit units. True does so everywhere, False
-            nowhere. The dtypes are the same in all cases.
-        policy: a ``halfstep.Policy`` instead of the level and all that overrides one. Only ``loss_scale`` may be given
-            with it, and replaces the loss scale of the policy.
-        fused: if optimizers get masters, run ``Adam``, ``AdamW``, ``SGD``, ``Adagrad`` and ``Muon`` of torch as the
-            fused optimizers of the same arithmetic (``halfstep.optimizers.fuse``), if their settings allow it and there
-            are kernels for the device. False leaves torch's own step, on plain fp32 masters.
-        cast_ops: True to call an op again, with dtypes that agree, if torch refuses it because an fp32 tensor meets a
-            16-bit one in it or it has no 16-bit kernel; only at O2 and O3. None looks for such ops in the first
-            passes of each kind of call, and goes on where it has found one, in ``forward`` and in the other public
-            methods of a model's own class; True looks always, also outside of models; False never.
-        state_dtype: the form in which optimizers store their moments if they get masters. "8bit" is one byte for each
-            number, so that bfloat16 weights, masters and state of AdamW take 6 bytes a parameter, not 12.
-            ``torch.bfloat16`` is for first moments. For ``Adam``, ``AdamW`` and ``SGD`` of torch, and for fused
-            optimizers that were not made with another; None leaves them at fp32.
-        products: a ``halfstep.formats.Recipe``, or the name of one such as "mxfp8": linear layers multiply operands of
-            eight bits and fewer, at any level. ``amp.set_products`` says which layers, and changes them later.
-        precision: more of these arguments, as a dict or as a file that ``save`` of a ``halfstep.search`` result wrote:
-            the level, the dtype, and what stays in fp32. Do not give any of them twice.
-        master_grad: True to have fp32 gradients of weights with masters after every block. With False a gradient of a
-            bfloat16 weight stays in bfloat16 if one pass, without a loss scale, has computed it.
+        module_filter: a function ``module_filter(module, qualified_name)`` that returns a dtype for the module and its
+            submodules, or None to leave the module to the level or to its parent module. Only O2 and O3 support dtypes
+            other than fp32.
+        excluded_layers: modules that compute in fp32, including their submodules, at every level: qualified names,
+            module types, modules, functions of ``(module, qualified_name)`` that return True, or a list of these. Their
+            parameters and buffers are fp32, even if other modules share them. When called, the outermost excluded
+            module casts its arguments to fp32, and its result stays fp32: later ops cast it if they need 16 bits, and
+            the model returns it unrounded. Inside, an op with a 16-bit input computes in fp32. Code outside the module
+            that calls ``layer.forward`` or uses ``layer.weight`` is cast as at the level. A name, type or module that
+            no model has is an error.
+        op_lists: the precision of each op; at O2 and O3 see ``custom_white_list``.
+        custom_white_list: ops to run in 16 bits: names or torch functions. It overrides the lists of O1. At O2 and O3,
+            only the custom lists cast the ops of the models, and the function mode stays on in every pass.
+        custom_black_list: ops to run in fp32; see ``custom_white_list``.
+        custom_wide_list: matrix products that read 16-bit operands and return an fp32 result; see
+            ``custom_white_list``.
+        emulate: "auto" runs matrix products, convolutions, attention and recurrent layers in fp32 kernels, with 16-bit
+            inputs and results, if the device has no 16-bit units. True does so on every device, False on none. The
+            dtypes are the same in all cases.
+        policy: a ``halfstep.Policy``, which replaces the level and its overrides. Only ``loss_scale`` may be passed
+            with it, and overrides the loss scale of the policy.
+        fused: True to fuse torch's ``Adam``, ``AdamW``, ``SGD``, ``Adagrad`` and ``Muon`` if they get masters
+            (``halfstep.optimizers.fuse``), if their settings allow it and the device has kernels. The arithmetic is the
+            same. False keeps torch's own step, on plain fp32 masters.
+        cast_ops: True to retry an op with dtypes that agree, if torch refuses it because it mixes fp32 and 16-bit
+            tensors or has no 16-bit kernel; only at O2 and O3. None checks for such ops in the first passes of each
+            kind of call, in ``forward`` and the other public methods of a model's own class, and continues if it found
+            one. True always checks, also outside models; False never does.
+        state_dtype: the dtype in which optimizers with masters store their moments. "8bit" takes one byte per value, so
+            that bfloat16 weights, masters and state of AdamW take 6 bytes per parameter instead of 12.
+            ``torch.bfloat16`` applies to first moments. It is supported by torch's ``Adam``, ``AdamW`` and ``SGD``, and
+            by fused optimizers created without another ``state_dtype``. None keeps moments in fp32.
+        products: a ``halfstep.formats.Recipe``, or the name of a recipe such as "mxfp8": linear layers multiply
+            operands of eight bits or fewer, at any level. ``amp.set_products`` chooses layers, and changes them later.
+        precision: further arguments of this function, as a dict or as a file that ``save`` of a ``halfstep.search``
+            result wrote: the level, the dtype, and the modules that stay in fp32. Do not pass an argument twice.
+        master_grad: True to make gradients of weights with masters fp32 after every block. With False, the gradient of
+            a bfloat16 weight stays in bfloat16 if a single pass without a loss scale computed it.
 
     Returns:
-        What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
+        The arguments, in the same structure: ``models`` if ``optimizers`` is None, else ``(models, optimizers)``.
 
     Raises:
-        ArgumentTypeError: models or optimizers of the wrong kind.
-        ArgumentValueError: a value that is not allowed.
-        UsageError: options that contradict the level, a policy beside them or one that contradicts itself, a model
-            that is scripted, traced, lazy or wrapped for parallel training already, an optimizer that holds none of the
-            models' parameters, or a model or optimizer that was initialized before. Nothing has been changed then.
+        ArgumentTypeError: if models or optimizers have a wrong type.
+        ArgumentValueError: for a value that is not allowed.
+        UsageError: if options contradict the level or each other, if a policy is passed together with them, if a model
+            is scripted, traced, lazy or already wrapped for parallel training, if an optimizer has no parameter of the
+            models, or if a model or optimizer is already initialized. Nothing has changed then.
 
     Warns:
-        PrecisionWarning: once, where the device of a model has no units for the 16-bit dtype and ``emulate=False``.
+        PrecisionWarning: once, if the device of a model has no units for the 16-bit dtype and ``emulate=False``.
     """
-    given = dict(locals())  # all arguments; ``resolve`` takes those in its table
+    given = dict(locals())  # all arguments; ``resolve`` reads the arguments in its table
     if precision is not None:
         return initialize(**with_precision(given))
     if not check_flag("enabled", enabled):
@@ -233,14 +235,14 @@ def initialize(
 
 
 def _log_half_params(models: list[nn.Module], policy: Policy) -> None:
-    """Say that a model has come in 16 bits: its masters can only start from there."""
+    """Log that a model is already in 16 bits, so that its masters start from 16-bit values."""
     halves = [(name, p.dtype) for model in models for name, p in model.named_parameters() if is_half(p)]
     if halves and policy.param_dtype is not torch.float32:
         logger.info(
-            "amp.initialize: %d parameters of the model are in 16 bits already (%s is %s)%s. Weights loaded in fp32 "
-            "would start from more digits.",
+            "amp.initialize: %d parameters of the model are already in 16 bits (%s is %s)%s. Load the weights in fp32 "
+            "to start from more precise values.",
             len(halves),
             halves[0][0],
             dtype_name(halves[0][1]),
-            "; their fp32 masters start from what is there" if policy.master_weights else "",
+            "; their fp32 masters start from the 16-bit values" if policy.master_weights else "",
         )

@@ -18,17 +18,16 @@ __all__ = ["Iteration", "StepResult"]
 
 @dataclass
 class Iteration:
-    """The stage of each optimizer in this iteration, the overflows, and the gradients that are unscaled already.
+    """The stage of each optimizer in an iteration, the overflow flags, and the gradients that are already unscaled.
 
-    A parameter may be in two optimizers of one scaler. Its gradient counts as unscaled if it is the tensor that was
-    noted, and either no loss was scaled since then or its version is the same.
+    Two optimizers of one scaler may share a parameter, whose gradient must be unscaled only once. It counts as unscaled
+    if it is the tensor that ``note`` recorded, and if no loss was scaled since then or its version is the same.
 
     Attributes:
-        states: for each optimizer, by its identity, how far it is and its overflow flags; in the shape that torch's
-            scaler has.
-        windows: the windows of the optimizers that were unscaled.
-        losses: the number of losses that were scaled.
-        noted: the parameters, gradients and versions that each call of ``note`` has seen.
+        states: the stage and overflow flags of each optimizer, by its ``id``, in the format of torch's scaler.
+        windows: the windows of the optimizers whose gradients were unscaled.
+        losses: the number of scaled losses.
+        noted: the parameters, gradients and versions of each call of ``note``.
     """
 
     states: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(new_optimizer_state))
@@ -37,10 +36,10 @@ class Iteration:
     noted: list[tuple[Any, ...]] = field(default_factory=list)
 
     def refuse_second(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse to unscale the gradients of an optimizer once more.
+        """Refuse to unscale the gradients of an optimizer twice.
 
         Raises:
-            UsageError: if they were unscaled, or it has stepped.
+            UsageError: if the gradients were already unscaled, or the optimizer already stepped.
         """
         stage = self.states[id(optimizer)]["stage"]
         if stage is OptState.UNSCALED:
@@ -49,16 +48,16 @@ class Iteration:
             raise UsageError("unscale_() is being called after step().")
 
     def overflow(self) -> torch.Tensor:
-        """Return whether the gradients of any optimizer overflowed, as a 0-dim float32 tensor.
+        """Return a 0-dim float32 tensor, 1.0 if the gradients of any optimizer overflowed.
 
         Raises:
-            UsageError: if none was unscaled.
+            UsageError: if no gradients were unscaled.
         """
         flags = [flag for state in self.states.values() for flag in state["found_inf_per_device"].values()]
         if not flags:
             raise UsageError(
-                "update() was called and nothing was stepped or unscaled since the last update(), so it is not known "
-                "whether the gradients are finite. Call scaler.step(optimizer) first."
+                "update() was called, but no optimizer was stepped or unscaled since the last update(), so the scaler "
+                "cannot know if gradients overflowed. Call scaler.step(optimizer) first."
             )
         found_inf: torch.Tensor = flags[0]
         for flag in flags[1:]:
@@ -66,12 +65,12 @@ class Iteration:
         return found_inf
 
     def note(self, params: Sequence[torch.Tensor]) -> None:
-        """The gradients of these parameters are unscaled now."""
+        """Record that the gradients of these parameters are unscaled."""
         grads = [p.grad for p in params]
         self.noted.append((self.losses, params, grads, [None if g is None else g._version for g in grads]))
 
     def among(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters whose gradients are unscaled already."""
+        """Return the parameters whose gradients are already unscaled."""
         mine = {id(p) for p in params if p.grad is not None}
         found: dict[int, torch.Tensor] = {}
         for losses, *noted in self.noted:
@@ -86,7 +85,7 @@ class StepResult:
     """The outcome of ``GradScaler.step``: ``bool(result)`` is True if the optimizer stepped.
 
     Attributes:
-        returned: the result of ``optimizer.step``, the loss if it was given a closure. None if the step was skipped.
+        returned: the result of ``optimizer.step``, which is the loss if it got a closure; None for a skipped step.
     """
 
     _found_inf: torch.Tensor = field(repr=False)
@@ -94,7 +93,7 @@ class StepResult:
 
     @property
     def stepped(self) -> torch.Tensor:
-        """A 0-dim bool tensor on the device, True if the optimizer stepped. Reads nothing."""
+        """A 0-dim bool tensor on the device, True if the optimizer stepped. Does not wait for the device."""
         return self._found_inf == 0
 
     def __bool__(self) -> bool:

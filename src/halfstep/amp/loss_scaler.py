@@ -26,7 +26,7 @@ def _setting(name: str, field: str, *, zero_is_none: bool = False) -> Any:
         self.change(**{field: None if zero_is_none and not value else value})
         if not self.dynamic and not self._warned:
             self._warned = True
-            logger.warning("%s is static: %s has no effect on it.", self.name, name)
+            logger.warning("%s is static, so %s has no effect.", self.name, name)
 
     return property(get, put)
 

@@ -19,7 +19,7 @@ __all__ = ["master_model"]
 
 
 def master_model(model: nn.Module) -> nn.Module:
-    """The model in fp32: a module of the same structure whose parameters are the masters of the model's.
+    """Return the model in fp32: a module of the same structure whose parameters are the masters.
 
     ::
 
@@ -27,26 +27,26 @@ def master_model(model: nn.Module) -> nn.Module:
         ...
         averaged.update_parameters(amp.master_model(model))
 
-    It has no casts of its own. The casts of ops at O1 reach every model of the process, and this one too, unless it is
-    called in ``amp.disable_casts()``. It shares its values with the model: a parameter with a master is what
-    ``amp.master_params`` yields, and parameters and buffers that are not of 16 bits are the model's own. A deep copy of
-    it is an ordinary fp32 model with values of its own.
+    The module casts no ops and no inputs. Op casts of O1 apply to every model of the process, including this one; call
+    it in ``amp.disable_casts()`` to avoid them. It shares values with the model: its parameters are the masters that
+    ``amp.master_params`` yields, and parameters and buffers that do not have 16 bits are the model's own tensors. A
+    deep copy is an independent, ordinary fp32 model.
 
     Args:
-        model: one that ``amp.initialize`` or ``amp.decorate`` returned, or any other; not changed.
+        model: a model, prepared by ``amp`` or not; it does not change.
 
     Returns:
-        The module. 16-bit parameters without a master are fp32 copies in it.
+        The module. Its parameters for 16-bit parameters without masters are fp32 copies.
 
     Raises:
-        ArgumentTypeError: for something else than a module.
-        UsageError: for a model that ``fully_shard`` has cut.
+        ArgumentTypeError: if ``model`` is not a module.
+        UsageError: if the model is sharded by ``fully_shard``.
     """
     check_kind("amp.master_model: model", model, nn.Module, "a torch.nn.Module")
     if any(hasattr(type(module), "unshard") for module in model.modules()):
         raise UsageError(
-            "amp.master_model was given a model that fully_shard (FSDP2) has cut, and torch copies no such model. Its "
-            "fp32 values are in model.state_dict(), and amp.master_params(optimizer) has the masters of this rank."
+            "amp.master_model was given a model sharded by fully_shard (FSDP2), which torch cannot copy. Its fp32 "
+            "values are in model.state_dict(), and amp.master_params(optimizer) yields the masters of this rank."
         )
     tables = (forward_hooks(module).values() for module in model.modules())
     memo: dict[int, Any] = {id(hook): hook for hook in chain(*tables) if isinstance(hook, ModuleHooks)}  # removed below
@@ -63,7 +63,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     keeper, stored = keeper_of(tensor), find_master(tensor)
     if keeper is not None and stored is not None and stored.exists:
         master = keeper.view(tensor)
-        master.detach()  # has memory from here on: exports and transforms of models read it past Python
+        master.detach()  # materialize it, because exports and model transforms read its memory without a Python call
         return master
     wide = tensor.detach().float()
     return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide

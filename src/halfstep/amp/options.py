@@ -24,14 +24,13 @@ __all__ = ["ARGUMENTS", "Properties", "Resolved", "check_cast_ops", "resolve", "
 
 @dataclass(frozen=True)
 class Properties:
-    """A policy under Apex's names for an opt level's properties, which only can be read.
+    """A policy with Apex's names for the properties of an opt level, read-only.
 
     Attributes:
         policy: the policy.
         opt_level: "O0" to "O3".
-        enabled: True if amp does anything.
-        given: the values that the user gave for single names, as they were: False is not None, and at O0 a switch
-            means nothing to the policy.
+        enabled: False if all amp calls are no-ops.
+        given: the user's overrides, unchanged, because the policy does not keep all of them: at O0 it ignores most.
     """
 
     policy: Policy
@@ -41,14 +40,14 @@ class Properties:
 
     @classmethod
     def of(cls, policy: Policy) -> Properties:
-        """The properties of a policy, under the level that it is nearest to."""
+        """Return the properties of a policy, with the nearest level."""
         halves = policy.param_dtype in HALF_DTYPES
         level = ("O2" if policy.master_weights else "O3") if halves else "O0"
         return cls(policy, "O1" if policy.casts_ops else level)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The properties as a dict, where scripts written for Apex look for them."""
+        """The properties as a dict, as in Apex."""
         policy = self.policy
         return {
             "enabled": self.enabled,
@@ -69,12 +68,12 @@ class Properties:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The policy that the arguments of ``amp.initialize`` describe, with Apex's names for it.
+    """The policy that the arguments of ``amp.initialize`` describe, with Apex's property names.
 
     Attributes:
-        half: the 16-bit dtype, also where the policy has none.
-        options: the policy, and Apex's names for it.
-        defaults: the properties of the level, before the overrides; None if a policy was given.
+        half: the 16-bit dtype, even if the policy has none.
+        options: the policy with Apex's property names.
+        defaults: the properties of the level without overrides; None if the user passed a policy.
     """
 
     half: torch.dtype
@@ -82,12 +81,12 @@ class Resolved:
     defaults: Properties | None
 
     def banner(self, *, emulated: bool) -> str:
-        """The line at verbosity 1: the level, its dtype and overrides, or the policy, and what computes.
+        """Return the log line at verbosity 1: the level with its dtype and overrides, or the policy.
 
         Args:
             emulated: True if matrix products run in fp32 kernels, on a device without 16-bit units.
         """
-        how = " Matrix products run in fp32 kernels, on 16-bit numbers." if emulated else ""
+        how = " Matrix products run in fp32 kernels, on 16-bit values." if emulated else ""
         if self.defaults is None:
             return f"Policy {self.options.policy}.{how}"
         level = self.defaults.opt_level
@@ -98,12 +97,12 @@ class Resolved:
 
 
 def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str, Any]) -> Resolved:
-    """The recipe that some arguments of ``amp.initialize`` describe.
+    """Resolve the arguments of ``amp.initialize`` to a policy.
 
     Args:
-        policy: a policy, which takes the place of all arguments but ``loss_scale``.
-        device_half: the 16-bit dtype where none is named.
-        given: arguments of ``amp.initialize``, of which those in ``ARGUMENTS`` are read.
+        policy: a policy, which replaces all arguments except ``loss_scale``.
+        device_half: the 16-bit dtype to use if ``given`` has none.
+        given: arguments of ``amp.initialize``; only arguments in ``ARGUMENTS`` are read.
 
     Raises:
         UsageError: for arguments, or parts of a policy, that contradict each other.
@@ -134,18 +133,18 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
     )
     if policy.state_dtype is not None and not policy.master_weights:
         raise UsageError(
-            f"state_dtype={given['state_dtype']!r} is for optimizers that step on master weights, and at {level} there "
-            'are none; use opt_level="O2", or give it to the optimizer: optimizers.fuse(optimizer, state_dtype=...).'
+            f"state_dtype={given['state_dtype']!r} is for optimizers with master weights, and {level} has none; use "
+            'opt_level="O2", or pass it to the optimizer: optimizers.fuse(optimizer, state_dtype=...).'
         )
     return Resolved(half, Properties(policy, level, given=overrides), Properties(defaults, level))
 
 
 def with_precision(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``amp.initialize`` with the arguments that ``precision`` holds.
+    """Return the arguments of ``amp.initialize``, including the arguments in ``precision``.
 
     Raises:
-        ArgumentValueError: for a file that is no saved result of a search, or a name that is no argument.
-        UsageError: for an argument that was also given beside it.
+        ArgumentValueError: if the file is not a saved search result, or a name is not an argument.
+        UsageError: if an argument in ``precision`` was also passed directly.
     """
     precision = given.pop("precision")
     try:
@@ -167,8 +166,8 @@ def check_cast_ops(cast_ops: Any, level: str, dtype: torch.dtype | None) -> None
     check_switch("cast_ops", cast_ops, or_none=True)
     if cast_ops is not None and dtype not in HALF_DTYPES:
         raise UsageError(
-            f"cast_ops={cast_ops} says whether ops are cast where they meet 16-bit weights, and at {level} the weights "
-            "are not 16-bit; leave it out, or use O2."
+            f"cast_ops={cast_ops} chooses if ops that mix dtypes with 16-bit weights are cast, but at {level} the "
+            "weights are not 16-bit; leave it out, or use O2."
         )
 
 
@@ -190,7 +189,7 @@ def _from_policy(policy: Policy, device_half: torch.dtype, given: Mapping[str, A
     return Resolved(half, Properties.of(policy), None)
 
 
-# ---- the properties of a level: None, at any level, leaves what the level says
+# ---- the properties of a level; None keeps the default of the level
 
 
 def _cast_model_type(value: Any, level: str) -> Any:
@@ -212,7 +211,7 @@ def _patch_torch_functions(value: Any, level: str) -> Any:
 
 def _keep_batchnorm_fp32(value: Any, level: str) -> Any:
     _refuse_at_o1("keep_batchnorm_fp32", value, level)
-    if value in ("True", "False"):  # command lines hand strings over
+    if value in ("True", "False"):  # command-line scripts pass strings
         return bool(value == "True")
     if not isinstance(value, (bool, type(None))):
         raise ArgumentValueError(
@@ -228,7 +227,7 @@ def _master_weights(value: Any, level: str) -> Any:
 
 
 def _refuse_at_o1(name: str, value: Any, level: str) -> None:
-    """Refuse an argument about weights at O1, which leaves them as they are."""
+    """Refuse an argument about weights at O1, which does not change weights."""
     if value is not None and level == "O1":
         raise UsageError(
             f"opt_level O1 casts around operations and all weights stay fp32, so {name}={value!r} has no meaning; it "
@@ -241,10 +240,10 @@ class Argument:
     """An argument of ``amp.initialize`` that is a part of a recipe.
 
     Attributes:
-        field: the field of ``Policy`` that says the same; None for an argument that decides several.
-        check: a function of a value and a level; returns the property of the level, or raises. None for an argument
-            that is no property of Apex's.
-        default: the value of an argument that was not given.
+        field: the equivalent field of ``Policy``; None for an argument that determines several fields.
+        check: a function of a value and a level that returns the property of the level, or raises an error; None for an
+            argument that is not a property in Apex.
+        default: the default value of the argument.
     """
 
     field: str | None = None
@@ -252,7 +251,7 @@ class Argument:
     default: Any = None
 
     def is_given(self, value: Any) -> bool:
-        """True if a value is not the one that the argument has by default."""
+        """True if a value differs from the argument's default."""
         return value is not None and (self.default is None or value != self.default)
 
 
@@ -274,13 +273,13 @@ _OF_PRECISION = (*ARGUMENTS, "policy", "excluded_layers", "module_filter", "prod
 
 
 def _check_lists(level: str, casts_ops: bool, dtype: Any, given: Mapping[str, Any]) -> OpLists | None:
-    """Return the op lists: at O1 the lists of the level, with 16-bit weights only the ops that the user has listed."""
+    """Return the op lists: at O1 the lists of the level, with 16-bit weights only the ops that the user listed."""
     op_lists = given["op_lists"]
     custom = {name: each for name in ("white", "black", "wide") if (each := given[f"custom_{name}_list"]) is not None}
     if op_lists is None and not custom:
         return OpLists.default() if casts_ops else None
     if not casts_ops and dtype not in HALF_DTYPES:
-        raise UsageError(f'op lists say how ops are cast, and at {level} none are; use opt_level="O1" or "O2".')
+        raise UsageError(f'op lists choose how ops are cast, and {level} casts no ops; use opt_level="O1" or "O2".')
     if op_lists is None:
         return OpLists.custom(**custom, level="O1" if casts_ops else "none")
     check_kind("op_lists", op_lists, OpLists, "a halfstep.OpLists, and custom_white_list= and the like lists of ops")

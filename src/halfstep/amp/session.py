@@ -1,7 +1,7 @@
-"""Sessions: the options and loss scalers of one call of ``amp.initialize``, and the functions that look them up.
+"""Sessions: the options and loss scalers of one ``amp.initialize`` call, and the functions that use them.
 
-The optimizers hold their session, so its memory is freed with them. The module holds only the latest one, for the calls
-that name no optimizer: ``amp.state_dict()`` and ``amp.load_state_dict()``.
+Optimizers refer to their session, so it is freed with them. The module refers only to the latest session, for the calls
+without an optimizer: ``amp.state_dict()`` and ``amp.load_state_dict()``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger("halfstep")
 
 @dataclass
 class Session:
-    """The properties and loss scalers shared by the models and optimizers of one ``amp.initialize``."""
+    """The properties and loss scalers of the models and optimizers of one ``amp.initialize`` call."""
 
     options: Properties
     verbosity: int
@@ -40,7 +40,7 @@ class Session:
 
 
 class _Latest:
-    """The holder of the latest session, for calls that name no optimizer; None before the first ``amp.initialize``."""
+    """The holder of the latest session, for calls without an optimizer; None before the first ``amp.initialize``."""
 
     session: Session | None = None
 
@@ -49,14 +49,14 @@ latest = _Latest()
 
 
 class _NoSessionError(UsageError, AttributeError):
-    """Also an AttributeError: scripts ask ``hasattr(amp._amp_state, "loss_scalers")``, as Apex had it."""
+    """Raised without a session. It is an AttributeError because Apex scripts call ``hasattr`` on ``amp._amp_state``."""
 
 
 def require_session(caller: str) -> Session:
-    """The latest session.
+    """Return the latest session.
 
     Raises:
-        UsageError: if there is none.
+        UsageError: if there is no session.
     """
     if latest.session is None:
         raise _NoSessionError(f"{caller} needs amp.initialize to be called before it.")
@@ -64,10 +64,10 @@ def require_session(caller: str) -> Session:
 
 
 def session_of(optimizers: object, caller: str) -> tuple[Session, list[AttachedOptimizer]]:
-    """The session of an optimizer or of a list of them, and the record of each; there is none if amp is disabled.
+    """Return the session of one or several optimizers, and their attached states; no states if amp is disabled.
 
     Raises:
-        ArgumentTypeError: for something else than an optimizer.
+        ArgumentTypeError: if an argument is not an optimizer.
         UsageError: before ``amp.initialize``, or for an optimizer that it did not return.
     """
     given = optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,)
@@ -82,8 +82,8 @@ def session_of(optimizers: object, caller: str) -> tuple[Session, list[AttachedO
             if not current.options.enabled:
                 return current, []
             raise UsageError(
-                f"{caller} was given an optimizer of type {type(optimizer).__name__} that did not come back from "
-                "amp.initialize (it has no _amp_stash); pass every optimizer through amp.initialize and use what it "
+                f"{caller} was given an optimizer of type {type(optimizer).__name__} that amp.initialize did not "
+                "return (it has no _amp_stash); pass every optimizer to amp.initialize and use the optimizers that it "
                 "returns."
             )
         found.append(attached)
@@ -97,15 +97,15 @@ def session_of(optimizers: object, caller: str) -> tuple[Session, list[AttachedO
 
 
 def check_optimizer(given: object, caller: str) -> None:
-    """Check that an argument is an optimizer, or a wrapper that has the groups of one.
+    """Check that an argument is an optimizer, or a wrapper with ``param_groups``.
 
     Raises:
-        ArgumentTypeError: for anything else.
+        ArgumentTypeError: for any other value.
     """
     if not hasattr(given, "param_groups"):
         raise ArgumentTypeError(
-            f"{caller} needs an optimizer or a list of them, not {type(given).__name__}; pass those that "
-            "amp.initialize returned."
+            f"{caller} needs an optimizer or a list of optimizers, not {type(given).__name__}; pass the optimizers "
+            "that amp.initialize returned."
         )
 
 
@@ -125,42 +125,43 @@ def scale_loss(
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    After the block ``p.grad`` is unscaled: the gradients of the pass are added to those from before it. The gradient
-    of a 16-bit parameter with a master is fp32. If one of the new gradients was inf or NaN, the next ``step`` of each
-    optimizer given here is skipped, and a dynamic scale is lowered. Gradients of a skipped step that are still there
-    when the next block opens are set to zero. If an exception leaves the block, the gradients are those from before it,
-    and the scale does not change. With a static scale of 1.0 and without masters the block does nothing at all.
+    After the block, ``p.grad`` holds unscaled gradients: the gradients of the pass, added to the earlier gradients. The
+    gradient of a 16-bit parameter with a master is fp32. If a new gradient is inf or NaN, the next ``step`` of each of
+    these optimizers is skipped, and a dynamic scale is lowered. If gradients of a skipped step are still in ``p.grad``
+    when the next block opens, they are set to zero. If an exception leaves the block, the earlier gradients are put
+    back, and the scale does not change. With a static scale of 1.0 and without masters, the block does nothing.
 
     Args:
-        loss: a tensor of any floating dtype on any device; 16-bit losses are scaled in fp32.
+        loss: a tensor of any floating-point dtype on any device; 16-bit losses are scaled in fp32.
         optimizers: the optimizers whose parameters get gradients from this backward pass.
-        loss_id: the number of the loss scaler to use, from 0 on and below ``num_losses`` of ``amp.initialize``.
-        model: accepted for Apex's sake, not used.
-        delay_unscale: accepted for Apex's sake: gradients accumulate rightly without it, and with it they are unscaled
-            at once, too. Only the block of the next pass differs: there ``p.grad`` has the scaled gradients of both.
-        delay_overflow_check: unscale, but neither move the scale nor skip a step for this pass.
+        loss_id: the index of the loss scaler, below ``num_losses`` of ``amp.initialize``.
+        model: ignored; for compatibility with Apex.
+        delay_unscale: for compatibility with Apex. Gradients accumulate correctly without it. With it, they are also
+            unscaled at the end of this block, but in the next block, ``p.grad`` holds the scaled sum of both passes.
+        delay_overflow_check: True to unscale, but ignore an overflow: the scale does not change, and no step is
+            skipped.
 
     Returns:
-        A context manager whose value is the loss times the scale. With a static scale of 1.0, and when amp is
-        disabled, nothing is multiplied.
+        A context manager that returns the loss times the scale. With a static scale of 1.0, or if amp is disabled, it
+        returns the loss unchanged.
 
     Raises:
-        UsageError: before ``amp.initialize``, without an optimizer or for one that it did not return; from the block,
-            if another block of the optimizer is open, or if ``backward`` was called on the loss that is not scaled.
-        ArgumentIndexError: for a ``loss_id`` there is no scaler for.
-        ArgumentTypeError: if the loss is no floating tensor, ``loss_id`` no whole number, or a switch neither True nor
-            False.
+        UsageError: before ``amp.initialize``, without an optimizer, or for an optimizer that it did not return; from
+            the block, if a block of the optimizer is already open, or if ``backward`` was called on the unscaled loss.
+        ArgumentIndexError: if ``loss_id`` has no loss scaler.
+        ArgumentTypeError: if the loss is not a floating-point tensor, ``loss_id`` is not an integer, or a flag is
+            neither True nor False.
     """
     session, attached = session_of(optimizers, "amp.scale_loss")
     if not session.options.enabled:
         return nullcontext(loss)
     scalers = session.loss_scalers
     if isinstance(loss_id, bool) or not isinstance(loss_id, int):
-        raise ArgumentTypeError(f"loss_id={loss_id!r} must be a whole number: which loss this is, counted from 0.")
+        raise ArgumentTypeError(f"loss_id={loss_id!r} must be a whole number, the index of the loss from 0.")
     if not 0 <= loss_id < len(scalers):
         raise ArgumentIndexError(
             f"loss_id={loss_id}, but amp.initialize was called with num_losses={len(scalers)}; count losses from 0, "
-            "and pass num_losses= as many as there are losses with a scale of their own."
+            "and set num_losses to the number of losses with separate loss scales."
         )
     options: dict[str, Any] = {}
     if delay_unscale is not False or delay_overflow_check is not False:
@@ -170,22 +171,23 @@ def scale_loss(
 
 
 def master_params(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    """The parameters that the optimizer updates: fp32 masters at O2, the model's own at other levels.
+    """Return the parameters that the optimizer updates: fp32 masters at O2, the model's parameters at other levels.
 
-    ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`` right after ``amp.scale_loss`` clips
-    unscaled gradients, in fp32. A master's ``grad`` is the gradient of the model's parameter, so the step uses it.
+    ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`` after an ``amp.scale_loss`` block clips
+    the unscaled gradients in fp32. The ``grad`` of a master is the gradient of the model's parameter, so the step uses
+    the clipped gradients.
 
     Args:
-        optimizer: one that ``amp.initialize`` returned, or any other, or a list of optimizers.
+        optimizer: an optimizer, prepared by ``amp`` or not, or a list of optimizers.
 
     Returns:
-        An iterator over the parameters of all groups. For a 16-bit parameter with a master it is the master, a float32
-        ``torch.nn.Parameter``. Values that you write into it reach the stored master and the weight at the next step,
-        forward pass of the model, ``state_dict()`` or call of this function. For a parameter that another rank steps
-        (``ZeroRedundancyOptimizer``) it is the parameter itself.
+        An iterator over the parameters of all groups. It yields the master of a 16-bit parameter as a float32
+        ``torch.nn.Parameter``. Values that you write to it reach the stored master and the weight at the next step,
+        forward pass of the model, ``state_dict()`` or call of this function. If another rank steps the parameter
+        (``ZeroRedundancyOptimizer``), it yields the parameter.
 
     Raises:
-        ArgumentTypeError: for anything else, such as a model, by the call itself.
+        ArgumentTypeError: for any other value, such as a model. The call raises it, not the iteration.
     """
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
     for each in optimizers:
@@ -200,7 +202,7 @@ def _stepped_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def steps_skipped(optimizer: torch.optim.Optimizer) -> int:
-    """The number of steps of an optimizer that were skipped because gradients overflowed. Reads the device."""
+    """Return the number of steps that an optimizer skipped because gradients overflowed. Reads the device."""
     _, found = session_of([optimizer], "amp.steps_skipped")
     return skipped_steps(found[0].counts) if found else 0
 
@@ -208,15 +210,15 @@ def steps_skipped(optimizer: torch.optim.Optimizer) -> int:
 def state_dict(
     destination: dict[str, Any] | None = None, *, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """The loss scales, to be saved beside the model and the optimizer. Plain numbers, as Apex wrote them.
+    """Return the loss scales as plain numbers in Apex's format, to save with the model and the optimizer.
 
     Args:
-        destination: a dict to fill; a new one if None.
-        optimizer: the optimizer whose session to save, when ``amp.initialize`` was called more than once; the latest if
-            None.
+        destination: the dict to fill; a new dict if None.
+        optimizer: the optimizer whose session to save, if ``amp.initialize`` was called more than once; the latest
+            session if None.
 
     Returns:
-        ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, empty when amp is disabled.
+        ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, empty if amp is disabled.
 
     Raises:
         UsageError: before ``amp.initialize``.
@@ -228,18 +230,18 @@ def state_dict(
 
 
 def load_state_dict(state_dict: Mapping[str, Any], *, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Take the loss scales back from what ``amp.state_dict`` (or Apex's) returned.
+    """Load the loss scales from the result of ``amp.state_dict``, or of Apex's ``amp.state_dict``.
 
-    Fewer or more entries than there are loss scalers is allowed, as in Apex, and logged as a warning.
+    The dict may have fewer or more entries than there are loss scalers, as in Apex; this is logged as a warning.
 
     Args:
         state_dict: the saved dict.
-        optimizer: the optimizer whose session to load; the latest if None.
+        optimizer: the optimizer whose session to load; the latest session if None.
 
     Raises:
         UsageError: before ``amp.initialize``.
-        ArgumentTypeError: for something else than a dict.
-        ArgumentValueError: for an entry that is not one of a loss scaler; nothing is loaded then.
+        ArgumentTypeError: if ``state_dict`` is not a dict.
+        ArgumentValueError: if an entry is not the state of a loss scaler. Nothing is loaded then.
     """
     scalers = _session(optimizer, "amp.load_state_dict").loss_scalers
     check_kind("state_dict", state_dict, Mapping, "what amp.state_dict() returned, a dict")
@@ -258,14 +260,14 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizer: torch.optim.Opt
             f"amp.load_state_dict: {error} Pass what amp.state_dict() returned. Nothing was loaded."
         ) from None
     if (saved := len(names)) != (used := len(scalers)):
-        text = "amp.load_state_dict: %d loss scalers saved, %d in use; the surplus is left as it is."
+        text = "amp.load_state_dict: %d loss scalers saved, %d in use; the surplus is ignored."
         logger.warning(text, saved, used)
     for scaler, name in zip(scalers, names, strict=False):
         if scaler.dynamic and state_dict[name]["loss_scale"] == 1.0:
             logger.warning(
-                "amp.load_state_dict: %s is 1.0, as in bfloat16, at O0 and at O3. The dynamic loss scale goes on from "
-                "it, and small gradients are lost until it has grown. Leave amp.load_state_dict out where the dtype "
-                "changes.",
+                "amp.load_state_dict: the saved %s is 1.0, as in bfloat16, at O0 and at O3. The dynamic loss scale "
+                "continues from 1.0, and small gradients are lost until it has grown. Do not call amp.load_state_dict "
+                "if the dtype changes.",
                 name,
             )
         scaler.load_state_dict(state_dict[name])

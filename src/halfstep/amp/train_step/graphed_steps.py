@@ -188,7 +188,7 @@ class GraphedSteps:
         self, leaves: list[Any], structure: Any, signature: Signature, position: int, *, last: bool
     ) -> _Passes:
         if len(self._passes) >= _MOST_GRAPHS:
-            raise _Refused(f"{_MOST_GRAPHS} kinds of batches have graphs already")
+            raise _Refused(f"{_MOST_GRAPHS} kinds of batches already have graphs")
         places = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         index = min(position, 1)
         incoming = self._pending
@@ -198,7 +198,7 @@ class GraphedSteps:
             grads, flag = self._gradients()
             slot = self._slots.get(index) or GradientSlot(grads, flag)
             if not slot.accepts(grads, flag):
-                raise _Refused("its gradients are of another kind than those of the graphs before")
+                raise _Refused("its gradients have other dtypes or shapes than the gradients of earlier graphs")
             slot.take(grads, flag)
             return loss, slot
 
@@ -235,9 +235,9 @@ class GraphedSteps:
             self._steps_at_update = self._steps.taken
         elif (attached := attached_to(self._step.optimizer)) is not None:
             attached.counts["calls"] += 1  # the recording already counted as one call
-        for group, (rate, known) in zip(self._step.optimizer.param_groups, self._rates, strict=True):
-            if rate is not None and (lr := float(group["lr"])) != known[0]:
-                known[0] = lr
+        for group, (rate, latest) in zip(self._step.optimizer.param_groups, self._rates, strict=True):
+            if rate is not None and (lr := float(group["lr"])) != latest[0]:
+                latest[0] = lr
                 rate.fill_(lr)
         self._update.replay()
         increment_version(self._params())  # invalidate cached casts of the weights
@@ -317,9 +317,9 @@ class GraphedSteps:
         ):
             return "the model has trainable parameters that the optimizer does not step"
         if observers or any(hook is not self._steps for hook in step_hooks(self._step.optimizer)):
-            return "somebody watches the optimizer's steps, which replays do not call"
+            return "hooks or observers watch steps, which replays do not call"
         if self._changes > _MOST_CHANGES:
-            return f"what the graphs had recorded changed {self._changes} times ({self._changed})"
+            return f"values that the graphs had recorded changed {self._changes} times ({self._changed})"
         return self._step.unrecordable()
 
     def _compare_surroundings(self, params: list[torch.Tensor]) -> None:

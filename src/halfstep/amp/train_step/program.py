@@ -112,9 +112,9 @@ def _obstacle(params: list[torch.Tensor]) -> str | None:
     if not params:
         return "no parameter of the optimizer requires gradients"
     if any(map(is_sharded, params)) or (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
-        return "ranks exchange gradients while the backward pass runs, outside of a graph"
+        return "ranks exchange gradients during the backward pass, outside the graph"
     if any(map(tensor_hooks, params)):
-        return "a parameter has hooks on its gradient, which a graph would pass over"
+        return "a parameter has hooks on its gradient, which a graph would not call"
     return None
 
 

@@ -110,14 +110,14 @@ class TrainStep:
         self.accumulate = accumulate
         self.grad_norm: torch.Tensor | None = None
         self._calls = 0  # since the latest step
-        self._known: dict[Hashable, Signature] = {}
+        self._signatures: dict[Hashable, Signature] = {}
         self._program = CompiledPasses(self.loss) if compiled else None
         self._graphed = GraphedSteps(self) if cuda_graph else None
 
     @property
     def signatures(self) -> list[Signature]:
         """The kinds of batches seen so far (the latest 64), each with the way its steps run."""
-        return list(self._known.values())
+        return list(self._signatures.values())
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Run one step, or one part of a step with ``accumulate``.
@@ -134,7 +134,7 @@ class TrainStep:
         """
         if not torch.is_grad_enabled():
             raise UsageError(
-                "TrainStep: gradients are off here (no_grad or inference_mode); call it where they are on."
+                "TrainStep: gradients are disabled (no_grad or inference_mode); call it where they are enabled."
             )
         if self.loss_fn is not None and len(batch) < 2:
             raise ArgumentTypeError(
@@ -221,7 +221,7 @@ class TrainStep:
         else:  # a recorded window begins without gradients
             self.optimizer.zero_grad(set_to_none=True)
 
-    # ---- facts that a recording needs
+    # ---- properties that a recording needs
 
     def loss_scalers(self) -> list[DeviceLossScaler]:
         """Return the loss scalers that a step updates."""
@@ -234,7 +234,7 @@ class TrainStep:
         """Return the reason why a step cannot be recorded; None if it can."""
         name = type(self.optimizer).__name__
         if release_of(self.optimizer) is not None:
-            return f"{name} steps inside of the backward pass"
+            return f"{name} steps during the backward pass"
         if self.scaler is not None and self.scaler.is_enabled() and not isinstance(self.scaler, GradScaler):
             return "a torch.amp.GradScaler reads the device in its step; use halfstep.amp.GradScaler"
         supports_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
@@ -255,7 +255,8 @@ class TrainStep:
             return nullcontext(self.scaler.scale(loss))
         attached = attached_to(self.optimizer)
         if attached is not None and attached.session is not None:
-            # The graphs of a window are recorded call by call, and each meets the gradients that the last has left.
+            # Each call of a window has its own graph, which accumulates into gradients of the previous call, so their
+            # dtype must not depend on the call.
             attached.keeper.table.always_fp32 |= self.accumulate > 1
             return scale_loss(loss, self.optimizer)
         return nullcontext(loss)
@@ -297,11 +298,11 @@ class TrainStep:
     def _signature(self, batch: tuple[Any, ...]) -> Signature:
         training = all(root.training for root in roots_of(self.model))
         key = signature_key(batch, training)
-        signature = self._known.get(key)
+        signature = self._signatures.get(key)
         if signature is None:
-            if len(self._known) >= _MOST_SIGNATURES:
-                del self._known[next(iter(self._known))]
-            signature = self._known[key] = signature_of(batch, training)
+            if len(self._signatures) >= _MOST_SIGNATURES:
+                del self._signatures[next(iter(self._signatures))]
+            signature = self._signatures[key] = signature_of(batch, training)
         signature.calls += 1
         return signature
 
