@@ -294,7 +294,7 @@ def test_functional_call_with_fp32_weights_is_named_and_the_advice_works(dtype: 
     model: Any = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     model = amp.initialize(model, opt_level="O2", dtype=dtype, verbosity=0, cast_ops=False)
     weights = {name: wrap(p.detach().float()).requires_grad_() for name, p in model.named_parameters()}
-    with pytest.raises(UsageError, match=r"functional_call was given 0\.weight in float32") as raised:
+    with pytest.raises(UsageError, match=r"functional_call got 0\.weight in float32") as raised:
         torch.func.functional_call(model, weights, (torch.ones(1, 4),))
     assert "model.float()" not in str(raised.value)
     weights_of = {name: w.to(model.get_parameter(name).dtype) for name, w in weights.items()}

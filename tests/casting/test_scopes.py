@@ -109,8 +109,8 @@ def test_as_a_decorator() -> None:
         ({"custom_white_list": ["softmx"]}, ArgumentValueError, "Did you mean 'softmax'"),
         ({"custom_white_list": "softmax"}, ArgumentTypeError, r"pass a list of ops, \['softmax'\]"),
         ({"custom_white_list": ["exp"], "custom_black_list": {"exp"}}, ArgumentValueError, "overlap custom black list"),
-        ({"custom_white_list": [3]}, ArgumentTypeError, "not as 3"),
-        ({"custom_black_list": [len]}, ArgumentValueError, "no op of torch"),
+        ({"custom_white_list": [3]}, ArgumentTypeError, "not 3"),
+        ({"custom_black_list": [len]}, ArgumentValueError, "not an op of torch"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:

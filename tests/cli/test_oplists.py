@@ -65,7 +65,7 @@ def test_lists_of_another_level_and_of_one_s_own(level: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sofmax"], "'sofmax' is no op of torch or Paddle. Did you mean 'softmax'"),
+        (["sofmax"], "'sofmax' is not an op of torch or Paddle. Did you mean 'softmax'"),
         (["--white", "exp", "--black", "exp"], "exp cannot run in both precisions"),
         (["--level", "O3"], "'O3' is not one of"),
     ],

@@ -139,7 +139,7 @@ def test_the_handle_ends_the_casts_of_models_at_o1_too(level: str, after: torch.
         ("CASTS", "sigmoid", UsageError, "sigmoid cannot be added to CASTS.*register_promote_function"),
         ("SEQUENCE_CASTS", "relu", UsageError, "relu cannot be added to SEQUENCE_CASTS"),
         ("BANNED_FUNCS", ("relu", "no"), UsageError, "relu cannot be added to BANNED_FUNCS"),
-        ("FP16_FUNCS", "no_such_op", ArgumentValueError, "'no_such_op' is no op"),
+        ("FP16_FUNCS", "no_such_op", ArgumentValueError, "'no_such_op' is not an op"),
     ],
 )
 def test_what_cannot_be_added(key: str, name: Any, error: type[Exception], message: str) -> None:

@@ -91,13 +91,13 @@ class NotHashable:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ("sofmax", ArgumentValueError, r"'sofmax' is no op of torch or Paddle\. Did you mean 'softmax'"),
-        ("qqqqqqqqq", ArgumentValueError, r"'qqqqqqqqq' is no op of torch or Paddle\. Write it as in torch"),
-        ("roi_align", ArgumentValueError, r"no op of torch, but of torchvision.*\(torchvision\.ops, 'roi_align'\)"),
-        ("aten::no_such_op.int", ArgumentValueError, "'aten::no_such_op.int' is no op"),
-        (len, ArgumentValueError, r"is no op of torch; functions of your own are cast by amp\.half_function"),
-        (NotHashable(), ArgumentValueError, "NotHashable object .* is no op of torch"),
-        (3, ArgumentTypeError, "an op is given by its name or as a torch function, not as 3"),
+        ("sofmax", ArgumentValueError, r"'sofmax' is not an op of torch or Paddle\. Did you mean 'softmax'"),
+        ("qqqqqqqqq", ArgumentValueError, r"'qqqqqqqqq' is not an op of torch or Paddle\. Write it as in torch"),
+        ("roi_align", ArgumentValueError, r"is an op of torchvision, .*\(torchvision\.ops, 'roi_align'\)"),
+        ("aten::no_such_op.int", ArgumentValueError, "'aten::no_such_op.int' is not an op"),
+        (len, ArgumentValueError, r"is not an op of torch; to cast your own functions, use amp\.half_function"),
+        (NotHashable(), ArgumentValueError, "NotHashable object .* is not an op of torch"),
+        (3, ArgumentTypeError, "op must be a name or a torch function, not 3"),
     ],
     ids=["misspelled", "like nothing", "of torchvision", "not in ATen", "another function", "not hashable", "a number"],
 )
@@ -143,7 +143,7 @@ def test_an_op_has_a_rule_and_a_reason(asked: str) -> None:
 def test_a_name_for_ops_of_different_rules_has_none() -> None:
     lists = OpLists.custom(black=["max_pool2d"])
     assert lists.rule("max_pool2d") == "float"
-    with pytest.raises(ArgumentValueError, match=r"'pool2d' stands for .*max_pool2d.*, which have different rules"):
+    with pytest.raises(ArgumentValueError, match=r"'pool2d' means .*max_pool2d.*, which have different rules"):
         lists.rule("pool2d")
 
 

@@ -14,13 +14,13 @@ from ..core.dtypes import HALF_DTYPES
 from ..torch_internals.torch_compat import Dirichlet
 from .containers import map_tensors
 from .current import Patches, thread
-from .dispatch import note_meeting
+from .dispatch import count_changed_op
 from .rules import CASTABLE
 
 __all__ = ["with_inputs_cast"]
 
 
-def with_inputs_cast(remember: Callable[[Any], Any], around_casts: Patches, own: Any) -> Any:
+def with_inputs_cast(remember: Callable[[Any], Any], autograd_patches: Patches, own: Any) -> Any:
     """Make the replacement of ``torch.autograd.Function.apply``, which runs all functions with a custom gradient.
 
     - A reentrant checkpoint recomputes its function under the casting of the forward pass.
@@ -28,9 +28,9 @@ def with_inputs_cast(remember: Callable[[Any], Any], around_casts: Patches, own:
     - ``torch.amp.custom_fwd(cast_inputs=)`` casts only under native autocast, which is off at O2, so it is done here.
 
     Args:
-        remember: wraps a function so that it runs under the current casting.
-        around_casts: the replacements by which ops meet in backward passes too. The ``backward`` of a user's function
-            may combine the fp32 result of an island with a 16-bit weight.
+        remember: a function that binds a function to the current casting.
+        autograd_patches: the replacements that retry refused ops in backward passes as well: the ``backward`` of a
+            user's function may combine the fp32 result of an island with a 16-bit weight.
         own: torch's ``apply``.
     """
 
@@ -38,17 +38,17 @@ def with_inputs_cast(remember: Callable[[Any], Any], around_casts: Patches, own:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         casting = thread.mode.config
         if casting.meets and not casting.by_call and not cls.__module__.startswith("torch."):
-            around_casts.hold_while(casting)
+            autograd_patches.hold_while(casting)
         if cls is CheckpointFunction:
             args = (remember(args[0]), *args[1:])
         elif cls is Dirichlet and casting.meets and args[0].dtype in HALF_DTYPES:
-            note_meeting()
+            count_changed_op()
             args = (args[0].float(),)
         elif casting.meets and getattr(cls.forward, "__code__", None) is _CUSTOM_FWD.__code__:
             details = inspect.getclosurevars(cls.forward).nonlocals
             dtype, kind = details.get("cast_inputs"), details["device_type"]
             if dtype is not None and not torch.is_autocast_enabled(kind):
-                note_meeting()
+                count_changed_op()
                 args = map_tensors(lambda t: t.to(dtype) if t.dtype in CASTABLE and t.device.type == kind else t, args)
         return own.__func__(cls, *args, **kwargs)
 

@@ -83,10 +83,11 @@ class CastingConfig:
         is_noop: True if it changes no op.
         rules: the first arguments of ``build_table``.
         plans: the plans of modes (``current.plan_of``), for ops that run now and for recorded ops.
-        reaches_later: True if checkpoints and threads follow it or do not need to; see ``scope.around_recomputation``.
-        by_call: True for the scopes of halfstep's own that exist as long as the process: only its functions enter them,
-            and leave them before they return. After an interrupt that comes before ``__exit__`` has begun, the next
-            scope or op finds then that the call is over. A user's scope may be entered by a helper that returns.
+        reaches_later: True if checkpoints and threads follow it or do not need to; see ``scope.checkpoint_patches``.
+        by_call: True for halfstep's own scopes, which exist as long as the process: only halfstep's functions enter
+            them, and leave them before they return. After an interrupt before ``__exit__``, the next scope or op sees
+            that the frame of the function has ended. User code may enter its scope in a helper that returns, so the
+            frame says nothing there.
     """
 
     by_call = False

@@ -1,7 +1,14 @@
-"""The casting that is current in each thread, and how torch is told: native autocast, the mode on its stack, and names
-of torch that have wrappers meanwhile.
+"""The casting that is current in each thread, and the torch state that carries it out: native autocast, the function
+mode on torch's stack, and torch names that are replaced while ops are cast.
 
-``scope`` decides which casting that is.
+``scope`` decides which casting is current. Two facts are invisible in the code, and a change must keep them:
+
+- Dynamo traces ``is_current``, ``push_traced`` and ``leave_traced`` (``dynamo`` calls them). They may read and write
+  attributes of ``thread``, constants and torch's stack of modes, and nothing else: Dynamo could not guard it.
+- Frames tell if a scope is still open. Torch does not run the second hook of a call that a KeyboardInterrupt ends, so
+  ``close_interrupted`` compares ``Scope.frame`` with the frames that are running. Every function that opens or closes a
+  scope sets ``frame`` to ``ENDED`` first and changes the state in an order from which ``close`` can start again,
+  because an interrupt may come between any two lines.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ from ..torch_internals.compiler_compat import exit_autocast
 from ..torch_internals.torch_compat import jit_tracing_state
 from .config import CastingConfig
 from .containers import Made
-from .dispatch import CastMode, Plan, SessionEnd, function_modes, place, set_function_modes
+from .dispatch import CastMode, Plan, SessionEnd, function_modes, place_mode, set_function_modes
 from .meeting import call_again
 from .rule_table import build_table
 from .weight_cache import WeightCache
@@ -35,8 +42,8 @@ from .weight_cache import WeightCache
 __all__ = [
     "ENDED",
     "Patches",
-    "Saved",
     "Scope",
+    "Snapshot",
     "changing_first",
     "clear_cache",
     "close",
@@ -57,33 +64,35 @@ __all__ = [
 _EVAL_FRAME = os.path.join("torch", "_dynamo", "eval_frame.py")
 
 ENDED = (lambda: sys._getframe())()
-"""The frame of a call that has ended. A scope has it while it is opened or closed, which an interrupt may cut short."""
+"""The frame of a call that has ended. A scope has this frame while ``enter`` opens or ``close`` closes it, so that
+``close_interrupted`` finishes what an interrupt cut short."""
 
 Wrap = Callable[[Any], Any]
 
 
 class Patches:
-    """Replacements of names of torch. The first holder has them put on, the last has torch's own put back.
+    """Replacements of torch names. The first holder installs them, and the last release restores torch's originals.
 
     Args:
-        wraps: for the name of a module, or of a class (``module:Class``), and of something in it, what makes the
-            replacement from what is there. Names that this torch does not have are left out.
-        hooks: for a function of torch that registers a hook and returns its handle, the hook.
+        wraps: for a module or class (``module:Class``) and the name of an attribute, the function that makes the
+            replacement from the original. Names that this version of torch lacks are skipped.
+        hooks: for a torch function that registers a hook and returns its handle, the hook.
     """
 
     def __init__(
         self, wraps: Mapping[tuple[str, str], Wrap], hooks: Mapping[Wrap, Any] = types.MappingProxyType({})
     ) -> None:
-        # A name gets the same replacement each time, because Dynamo guards functions by identity.
+        # Each name gets the same replacement every time, because Dynamo guards functions by identity.
         self._wraps = {name: functools.cache(wrap) for name, wrap in wraps.items()}
         self._hooks = hooks
         self._holders: set[object] = set()
         self._undo = ExitStack()
-        # Each thread may be the first to hold them, or the last. A finalizer that releases them may run inside of both.
+        # Any thread may be the first holder or the last. A finalizer that calls `release` may run within `hold` or
+        # `release` of the same thread, so the lock is re-entrant.
         self._lock = threading.RLock()
 
     def hold(self, holder: object) -> None:
-        """Have the replacements in place until this holder, and all others, release them."""
+        """Install the replacements until this holder and every other holder have released them."""
         with self._lock:
             first = not self._holders
             self._holders.add(holder)
@@ -97,13 +106,13 @@ class Patches:
                 self._undo.callback(register(hook).remove)
 
     def hold_while(self, owner: object) -> None:
-        """Hold the replacements until an owner is gone; a second call does nothing."""
+        """Hold the replacements until Python frees an owner; a second call does nothing."""
         if id(owner) not in self._holders:
             self.hold(id(owner))
             weakref.finalize(owner, self.release, id(owner)).atexit = False
 
     def release(self, holder: object) -> None:
-        """Hold them no more; a second call does nothing."""
+        """Remove a holder, and restore torch's originals if it was the last; a second call does nothing."""
         with self._lock:
             if self._holders == {holder}:
                 self._undo.close()
@@ -111,23 +120,24 @@ class Patches:
 
 
 def changing_first(change: Callable[[Any], Any]) -> Wrap:
-    """A wrapper of functions that changes their first argument."""
+    """Return a wrapper that applies ``change`` to the first argument of a function."""
     return lambda own: functools.wraps(own)(lambda first, *args, **kwargs: own(change(first), *args, **kwargs))
 
 
-class Saved(NamedTuple):
-    """The state of a thread before a scope, or before its first session.
+class Snapshot(NamedTuple):
+    """The state of a thread before a scope, or before the thread joined its first session.
 
     Attributes:
-        config: the config of the mode, as are the next three.
+        config: see ``CastMode``.
         plan: see ``CastMode``.
         cache: see ``CastMode``.
         session: see ``CastMode``.
         key: see ``ThreadState``.
         explicit: see ``ThreadState``.
-        native: types of the devices on which native autocast changes, and whether and in which dtype it was on there.
-        native_cache: True if native autocast kept its casts.
-        modes: torch's stack.
+        native: for each device type on which the scope changes native autocast: the type, True if native autocast was
+            on, and its dtype.
+        native_cache: True if native autocast cached its casts.
+        modes: torch's stack of function modes.
     """
 
     config: CastingConfig
@@ -146,17 +156,17 @@ class Scope:
     """An open scope of a thread.
 
     Attributes:
-        owner: the object that opened it and will close it.
-        frame: the frame of the call that opened it; None for a ``with`` block.
-        saved: the state that its end puts back; None if it changed nothing.
-        patches: names of torch that it has replaced, or None.
-        watched: the kind of a first pass that is watched, and how many ops had met before it; see ``first_passes``.
-        casts: the arguments of the model that may be written to, and their casts; see ``inputs``.
+        owner: the object that opened the scope and will close it.
+        frame: the frame of the call that opened the scope; None for a ``with`` block.
+        saved: the state that ``close`` restores; None if the scope changed nothing.
+        patches: the torch names that the scope replaced, or None.
+        watched: for a watched first pass, its kind and the count of changed ops before it; see ``first_passes``.
+        casts: the arguments that the model may write to, and their casts; see ``inputs``.
     """
 
     owner: object
     frame: FrameType | None
-    saved: Saved | None = None
+    saved: Snapshot | None = None
     patches: Patches | None = None
     watched: tuple[Any, int] | None = None
     casts: Made = dataclasses.field(default_factory=list)
@@ -167,13 +177,14 @@ class ThreadState(threading.local):
 
     Attributes:
         key: the key of the current casting, also in compiled code; empty for a casting that does nothing.
-        explicit: True if the innermost scope is the user's.
+        explicit: True if user code opened the innermost scope.
         open: the open scopes, the innermost last.
-        traced: the states that compiled code will put back.
-        session: the O1 session that the thread has joined, or None. One that is over stays here until it is left.
-        before: the state before the thread joined its first session.
-        mode: the function mode.
-        cache: the casts of weights.
+        traced: the states that compiled code will restore.
+        session: the O1 session that the thread has joined, or None. It may be over already: ``join_session`` replaces
+            it.
+        outer: the state before the thread joined its first session; None if it has joined no session.
+        mode: the function mode of the thread.
+        cache: the cached casts of weights.
     """
 
     def __init__(self) -> None:
@@ -182,7 +193,7 @@ class ThreadState(threading.local):
         self.open: list[Scope] = []
         self.traced: list[Any] = []
         self.session: SessionEnd | None = None
-        self.before: Saved | None = None
+        self.outer: Snapshot | None = None
         self.cache = WeightCache(self.open)
         self.mode = CastMode(self.cache, lambda: close_interrupted(in_op=True))
 
@@ -191,7 +202,7 @@ thread = ThreadState()
 
 
 def is_current(casting: CastingConfig) -> bool:
-    """True if the thread does already what a casting says. Dynamo traces this too."""
+    """True if the state of this thread already equals ``casting``. Dynamo traces this function."""
     if thread.key != casting.key and (thread.key or not casting.is_noop):
         return False
     native = [d for d in casting.devices if d in NATIVE and torch.is_autocast_enabled(d)]
@@ -200,39 +211,40 @@ def is_current(casting: CastingConfig) -> bool:
 
 
 def is_recorded() -> bool:
-    """True if ops are recorded, to run later: by ``torch.export`` or ``torch.jit.trace``."""
+    """True if ``torch.export`` or ``torch.jit.trace`` records ops, to run them later."""
     return torch.compiler.is_exporting() or jit_tracing_state() is not None
 
 
 def set_current(
     casting: CastingConfig, devices: Iterable[str], session: SessionEnd | None = None, *, in_op: bool = False
 ) -> None:
-    """Make a casting current: of these devices, native autocast is on for the casting's own and off for the rest.
+    """Make a casting current in this thread.
 
     Args:
         casting: the casting.
-        devices: types of devices.
-        session: the session whose casting it is; every op asks if it is over.
-        in_op: True if the mode runs an op, after which it is on torch's stack again.
+        devices: the device types on which to set native autocast: on for devices in ``casting.native``, off otherwise.
+        session: the session that the casting belongs to; the mode checks before every op if it is over.
+        in_op: True if the mode is running an op. Torch has taken the mode off its stack for the op and puts it back
+            afterwards, so this function must leave the stack as it is.
     """
     mode, thread.key = thread.mode, "" if casting.is_noop else casting.key
     mode.config, mode.session, mode.cache = casting, session, mode.weights if casting.cache else None
-    # The graph of an export must hold every cast, and native autocast leaves no trace in it.
+    # The graph of an export must contain every cast, and torch does not record the casts of native autocast.
     mode.plan = plan_of(casting, torch.compiler.is_exporting(), is_recorded())
-    if not in_op:  # before native autocast changes, so that the mode runs the next op after an interrupt in here
-        place(mode, mode.is_needed)
+    if not in_op:  # before native autocast changes, so that the mode runs the next op after an interrupt here
+        place_mode(mode, mode.is_needed)
     for device in devices:
         torch.set_autocast_enabled(device, device in casting.native)
         if device in casting.native:
             torch.set_autocast_dtype(device, casting.dtype)
     if casting.enabled:
         all_native = casting.lists.level == "native" or not mode.plan.table
-        # Outside of scopes nothing would end the casts that native autocast keeps.
+        # In a session no scope ends, so nothing would clear the cache of native autocast.
         torch.set_autocast_cache_enabled(casting.cache and all_native and session is None)
 
 
 def plan_of(casting: CastingConfig, explicit: bool, recorded: bool) -> Plan:
-    """Return the plan of a casting, made once: ``explicit`` and ``recorded`` as of ``build_table``."""
+    """Return the plan of a casting, which is built once; see ``build_table`` for ``explicit`` and ``recorded``."""
     plan = casting.plans.get((explicit, recorded))
     if plan is None:
         table, traced = (build_table(*casting.rules, explicit, each) for each in (recorded, True))
@@ -242,49 +254,49 @@ def plan_of(casting: CastingConfig, explicit: bool, recorded: bool) -> Plan:
 
 
 def set_native(state: list[tuple[str, bool, torch.dtype]]) -> None:
-    """Put back a state of native autocast."""
+    """Restore a state of native autocast."""
     for device, enabled, dtype in state:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
 
 
 def in_autocast() -> bool:
-    """True if this thread is in a ``torch.autocast`` block (a checkpoint has one), which restores what it found."""
+    """True if this thread is in a ``torch.autocast`` block, such as a checkpoint's, which restores autocast itself."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > 0
 
 
 def clear_cache() -> None:
-    """Forget this thread's 16-bit casts of weights."""
+    """Clear this thread's cache of 16-bit weights, and native autocast's."""
     thread.cache.clear()
     torch.clear_autocast_cache()
 
 
-def save(devices: Iterable[str]) -> Saved:
-    """Return what is current, with the state of native autocast on these types of devices."""
+def save(devices: Iterable[str]) -> Snapshot:
+    """Return the current state of this thread, with native autocast's on the given device types."""
     mode, native = thread.mode, [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     now = mode.config, mode.plan, mode.cache, mode.session, thread.key, thread.explicit
-    return Saved(*now, native, torch.is_autocast_cache_enabled(), function_modes())
+    return Snapshot(*now, native, torch.is_autocast_cache_enabled(), function_modes())
 
 
-def restore(saved: Saved, *, in_op: bool = False) -> None:
-    """Put back what was current; ``in_op`` as of ``set_current``."""
+def restore(saved: Snapshot, *, in_op: bool = False) -> None:
+    """Restore a state of this thread; see ``set_current`` for ``in_op``."""
     set_native(saved.native)
     torch.set_autocast_cache_enabled(saved.native_cache)
     mode = thread.mode
     mode.config, mode.plan, mode.cache, mode.session, thread.key, thread.explicit = saved[:6]
     ours = [each for each in saved.modes if isinstance(each, CastMode)]
-    if ours not in ([], [mode]):  # those of compiled code
+    if ours not in ([], [mode]):  # modes of compiled code
         set_function_modes(saved.modes)
-    else:  # inside of an op the mode is not on the stack, unless an interrupted op has left it there
-        place(mode, not in_op and bool(ours) and mode.is_needed)
+    else:  # within an op the mode is off the stack, unless an interrupted op left it there
+        place_mode(mode, not in_op and bool(ours) and mode.is_needed)
 
 
 def close(owner: object, *, in_op: bool = False) -> bool:
-    """Close the latest scope of an owner, if there is one, and the scopes opened inside of it that are still open.
+    """Close the latest scope of an owner and the scopes opened within it; return False if the owner has none.
 
-    Each scope stays in the list until all that it changed is as before, and no longer belongs to a running call. So
-    ``close_interrupted`` closes it again, from the same record, after an interrupt in here.
+    A scope remains in ``thread.open``, with the frame ``ENDED``, until everything that it changed is restored. If an
+    interrupt cuts this function short, ``close_interrupted`` therefore closes the scope again from the same record.
     """
     places = [place for place, scope in enumerate(thread.open) if scope.owner is owner]
     if not places:
@@ -304,12 +316,12 @@ def close(owner: object, *, in_op: bool = False) -> bool:
 
 
 def close_interrupted(*, in_op: bool = False) -> None:
-    """Close the scopes of calls whose second hooks did not run: of a KeyboardInterrupt, or a step that failed."""
-    # A ``with`` block has no frame, and always is running.
+    """Close scopes whose calls ended without their second hook, because of a KeyboardInterrupt or a failed step."""
+    # The scope of a `with` block has no frame, and counts as running.
     while thread.open and thread.open[-1].frame not in (None, *_frames()):
         close(thread.open[-1].owner, in_op=in_op)
         if not thread.open and thread.mode.session is not None:
-            # The call was perhaps inside of an op in which native autocast was off, and has ended with that op.
+            # The interrupted call may have run within an op for which a rule had turned native autocast off.
             set_current(thread.mode.config, thread.mode.config.native, thread.mode.session, in_op=in_op)
     if thread.traced and not any(frame.f_code.co_filename.endswith(_EVAL_FRAME) for frame in _frames()):
         while thread.traced:
@@ -317,29 +329,29 @@ def close_interrupted(*, in_op: bool = False) -> None:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The calls that are running in this thread, the innermost first."""
+    """Yield the frames that are running in this thread, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-# ---- scopes that compiled code has entered
+# ---- scopes that compiled code enters
 
 
 def push_traced(mode: CastMode, key: str, explicit: bool, native: list[Any]) -> None:
-    """Put a mode in force while Dynamo traces; what it has entered of native autocast ends with it."""
-    before = function_modes()
-    thread.traced.append((before, thread.key, thread.explicit, native))
-    set_function_modes([*(each for each in before if not isinstance(each, CastMode)), mode])
+    """Push a mode while Dynamo traces; ``native`` lists the native autocast blocks that ``leave_traced`` exits."""
+    outer = function_modes()
+    thread.traced.append((outer, thread.key, thread.explicit, native))
+    set_function_modes([*(each for each in outer if not isinstance(each, CastMode)), mode])
     thread.key, thread.explicit = key, explicit
 
 
 def leave_traced() -> None:
-    """Put back what was before the latest scope that compiled code has entered."""
+    """Restore the state before the latest scope that compiled code entered."""
     record = thread.traced.pop()
     if record is not None:
-        before, thread.key, thread.explicit, native = record
-        set_function_modes(before)
+        outer, thread.key, thread.explicit, native = record
+        set_function_modes(outer)
         for entered in native:
             exit_autocast(entered)

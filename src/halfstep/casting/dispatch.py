@@ -1,6 +1,6 @@
-"""The function mode that casts: torch hands it each call of an op, and it looks the callable up in a table of rules.
+"""The function mode that casts ops: torch calls it for each op, and it looks the callable up in a table of rules.
 
-The table holds only the callables that need something. Any other call costs one dictionary lookup.
+The table contains only callables whose calls change. Any other call costs one dictionary lookup.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ __all__ = [
     "Plan",
     "Rule",
     "SessionEnd",
+    "changed_ops",
+    "count_changed_op",
     "function_modes",
-    "meetings",
     "method_name",
-    "note_meeting",
-    "place",
+    "place_mode",
     "set_function_modes",
 ]
 
 Rule = Callable[["CastMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""The casting of one call of an op: called with the mode, the op, its arguments and its keyword arguments."""
+"""A function that casts and runs one call of an op, given the mode, the op, its arguments and its keyword arguments."""
 
 _Tensor, _OVERLOADS = torch.Tensor, {OpOverload, OpOverloadPacket}
 _is_autocast_enabled = torch.is_autocast_enabled
@@ -55,55 +55,59 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 ByNumbers = tuple[Rule, Rule | None, tuple[type, ...], int]
-"""The rules of an op that takes Python numbers, of which 16 bits may lack some: the rule for a number near 0, 1 or
-infinity, which looks closer; the rule for any other; the types of numbers; and the first argument that may be one."""
+"""The rules of an op that takes Python numbers, some of which 16 bits cannot represent: the rule for numbers near 0, 1
+or infinity, which checks them; the rule for any other number; the types of numbers to check; and the index of the first
+argument that may be a number."""
 
 _PYTHON_METHODS: dict[Any, str] = {m: n for n, m in vars(torch.Tensor).items() if isinstance(m, FunctionType)}
 
 
-@traced_as_constant  # Dynamo calls it while it traces
+@traced_as_constant  # Dynamo calls this function while it traces
 def method_name(func: Callable[..., Any]) -> str | None:
-    """The name of a method that ``torch.Tensor`` has in Python, such as ``norm``; None for anything else.
+    """Return the name of a method that ``torch.Tensor`` defines in Python, such as ``norm``; None for anything else.
 
-    Dynamo does not find such a method as a key of a dictionary if the tensor is an intermediate result (torch 2.13).
+    Dynamo does not find such a method as a dictionary key if the tensor is an intermediate result (torch 2.13).
     """
     return _PYTHON_METHODS.get(func)
 
 
-class _Meetings(threading.local):
-    """Count of the ops of a thread that were cast because torch would have refused their dtypes."""
+class _ChangedOps(threading.local):
+    """The number of a thread's ops that ran otherwise than the model called them, because of dtypes or numbers.
+
+    ``FirstPasses`` compares it before and after a pass to decide whether the model needs the mode.
+    """
 
     count = 0
 
 
-meetings = _Meetings()
+changed_ops = _ChangedOps()
 
 
-@traced_as_constant  # a compiled op counts where it is traced, in its first pass
-def note_meeting() -> None:
-    """Count an op that was cast because torch would have refused its dtypes."""
-    meetings.count += 1
+@traced_as_constant  # a compiled op counts once, when Dynamo traces it in its first pass
+def count_changed_op() -> None:
+    """Count an op that torch would have refused, or whose numbers 16 bits cannot represent."""
+    changed_ops.count += 1
 
 
 class SessionEnd(Protocol):
-    """The part of a session that a mode asks before each op."""
+    """The interface through which the mode learns that its session is over; the mode checks it before each op."""
 
     def is_over(self) -> bool:
-        """True if the session's models and optimizers are gone."""
+        """True if Python has freed the session's models and optimizers."""
 
     def leave(self) -> None:
-        """Make something else current in this thread."""
+        """Make the next session or no casting current in this thread."""
 
 
 class Plan(NamedTuple):
-    """The rules by which a mode carries out a casting. They follow from the casting and from what records ops.
+    """The rules by which the mode carries out a casting. They depend on the casting and on whether ops are recorded.
 
     Attributes:
-        explicit: True if the tables leave nothing to native autocast, which may be on or off, for other lists.
+        explicit: True if the tables do not rely on native autocast, so that its state and its lists do not matter.
         table: the rule of each callable; see ``build_table``.
-        recorded: the same for code that Dynamo traces. There no op can be called again.
-        call_again: a function that is called when torch has refused the dtypes of a call; see ``meeting.call_again``.
-            With None the error of torch goes to the user.
+        recorded: the rule of each callable in code that Dynamo traces, in which no op can be retried.
+        call_again: a function that retries a call whose dtypes torch refused; see ``meeting.call_again``. With None the
+            mode raises torch's error.
     """
 
     explicit: bool = False
@@ -113,19 +117,20 @@ class Plan(NamedTuple):
 
 
 class CastMode(TorchFunctionMode):
-    """The mode of one thread. It follows one casting after another, and is on torch's stack while one of them needs it.
+    """The mode of one thread, which is on torch's stack while the current casting needs it.
 
     Args:
-        weights: copies of weights that may be kept.
-        close_interrupted: closes the scopes of calls that have ended by Ctrl-C.
+        weights: the cache of 16-bit weights.
+        close_interrupted: a function that closes the scopes of calls that a KeyboardInterrupt ended.
 
     Attributes:
-        config: the casting. Of the devices in ``config.native`` native autocast does a part of the work; where a user
-            turns it off, nothing is cast.
-        plan: the plan by which it is carried out.
-        cache: copies of weights, or None to keep none.
-        session: the O1 session that the mode follows, which may be over at any op; None in a scope, and if compiled.
-        frame: the call of a model whose casting it is; None for a ``with`` block. Ctrl-C ends it without a second hook.
+        config: the current casting. On devices in ``config.native``, native autocast does part of the work; if the user
+            turns it off there, the mode casts nothing.
+        plan: the plan of the casting.
+        cache: the cache of 16-bit weights, or None to cache none.
+        session: the O1 session of the casting, which may be over at any op; None in a scope and in compiled code.
+        frame: the frame of the model's call that entered the casting; None for a ``with`` block. The mode checks before
+            each op that the call still runs, because a KeyboardInterrupt ends it without its second hook.
         logits: the arguments of the latest sigmoids; see ``logits``.
     """
 
@@ -144,20 +149,20 @@ class CastMode(TorchFunctionMode):
 
     @property
     def is_needed(self) -> bool:
-        """True if it must be on torch's stack."""
+        """True if the mode must be on torch's stack."""
         return bool(self.plan.table) or self.session is not None or self.plan.call_again is not None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one call of an op under its rule."""
+        """Run one call of an op by its rule, and retry the call if torch refuses its dtypes."""
         if _is_dynamo_compiling():
             table = self.plan.recorded
             rule = table.get(method_name(func) or func)
         else:
             if self.frame is not None:
                 try:
-                    self.frame.clear()  # fails while the call runs
+                    self.frame.clear()  # raises while the call runs
                 except RuntimeError:
                     pass
                 else:
@@ -188,17 +193,18 @@ class CastMode(TorchFunctionMode):
             taken, result = call_again(self, rule, func, args, kwargs or {})
             if not taken:
                 raise
-            note_meeting()
+            count_changed_op()
             return result
 
     def casts(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor is cast: its device is one of ours, and native autocast was not turned off inside."""
+        """True if ops cast a tensor: the casting covers its device, and no inner block turned native autocast off."""
         return self.half_of(tensor) is not None
 
     def half_of(self, tensor: torch.Tensor) -> torch.dtype | None:
-        """The dtype that a tensor is lowered to; None if it is not cast.
+        """Return the 16-bit dtype to which a tensor is cast; None if it is not cast.
 
-        Where native autocast takes part, it is native autocast's: the user may have another one inside of ours.
+        On devices where native autocast is active, its dtype wins: the user may have nested another
+        ``torch.autocast``.
         """
         kind, config = "cpu" if tensor.is_cpu else tensor.device.type, self.config
         if kind in config.native:
@@ -206,22 +212,22 @@ class CastMode(TorchFunctionMode):
         return config.dtype if kind in config.devices else None
 
     def half(self) -> torch.dtype | None:
-        """``half_of`` for any tensor; None where that depends on the device."""
+        """Return ``half_of`` for every tensor; None if it depends on the device."""
         for kind in self.config.native:
             if _get_autocast_dtype(kind) is not self.config.dtype:
                 return None
         return self.config.dtype
 
     def native_on(self) -> list[str]:
-        """The device types on which native autocast is on at the moment."""
+        """Return the device types on which native autocast is on."""
         return [device for device in self.config.devices if device in NATIVE and _is_autocast_enabled(device)]
 
     def on(self) -> bool:
-        """True if anything may be cast on any device."""
+        """True if ops on some device may be cast."""
         return len(self.config.native) < len(self.config.devices) or bool(self.native_on())
 
     def weight(self, value: Any) -> Any:
-        """The 16-bit copy of an fp32 weight; anything else comes back as it is."""
+        """Return the 16-bit copy of an fp32 weight, and any other value unchanged."""
         is_weight = type(value) is Parameter or (isinstance(value, _Tensor) and value.requires_grad and value.is_leaf)
         if not is_weight or value.dtype is not torch.float32 or self.cache is None:
             return value
@@ -230,24 +236,25 @@ class CastMode(TorchFunctionMode):
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """The function modes on this thread's stack, the innermost last. A mode that runs an op is not among them."""
+    """Return the function modes on this thread's stack, the innermost last, without a mode that is running an op."""
     return [function_mode_at(i) for i in range(function_mode_count())]
 
 
 def set_function_modes(modes: list[TorchFunctionMode]) -> None:
-    """Replace the stack of this thread."""
+    """Replace this thread's stack of function modes."""
     for _ in range(function_mode_count()):
         pop_function_mode()
     for mode in modes:
         push_function_mode(mode)
 
 
-def place(mode: CastMode, wanted: bool) -> None:
-    """Put a mode on the stack, or take it off, and take off the modes that compiled code has put there.
+def place_mode(mode: CastMode, wanted: bool) -> None:
+    """Push a mode onto the stack or remove it, and remove the modes that compiled code pushed.
 
-    It goes under all modes but the default device, so that no other ``with`` block pops it for its own.
-    ``torch.set_default_device`` enters its context, which insists on the bottom of the stack; ``with torch.device``
-    pushes a context that was not entered, and takes off the top of the stack (torch 2.11 to 2.13).
+    The mode lies below every other mode, so that a user's ``with`` block does not pop it in place of its own mode. The
+    exception is the context of ``torch.set_default_device``, which torch requires at the bottom of the stack.
+    ``with torch.device`` pushes a context without entering it, and pops the top of the stack (torch 2.11 to 2.13); the
+    entered context is the one with ``old_device``.
     """
     modes = [function_mode_at(i) for i in range(function_mode_count())]
     placed = [each for each in modes if not isinstance(each, CastMode)]

@@ -1,11 +1,11 @@
-"""16-bit products on chips without 16-bit units: the fp32 kernel on the same numbers, its result rounded once.
+"""Emulation of 16-bit products on hardware without 16-bit units, in fp32 kernels whose results are rounded once.
 
-A matrix unit multiplies 16-bit numbers exactly, adds in fp32 and rounds the sum to 16 bits. The product of two 16-bit
-numbers is exact in fp32 as well, so the fp32 kernel gives the same, but for the order of the additions. What goes in is
-rounded to 16 bits and widened, what comes out is rounded; autograd rounds gradients in the same places, for the
-gradient of a cast is a cast. Measured: ``python -m benchmarks emulation``.
+A matrix unit multiplies 16-bit values exactly, accumulates in fp32 and rounds the sum to 16 bits. The product of two
+16-bit values is exact in fp32 as well, so the fp32 kernel gives the same result up to the order of the additions.
+Operands are rounded to 16 bits and widened, and results are rounded. Autograd rounds gradients in the same places,
+because the gradient of a cast is a cast. ``python -m benchmarks emulation`` measures the accuracy and the time.
 
-Which ops: ``kind`` of ``core.oplists.tables.Op``. Where: ``emulated_kinds``.
+``kind`` in ``core.oplists.tables.Op`` says which ops are emulated, and ``emulated_kinds`` on which devices.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ..core.oplists.tables import KINDS
 __all__ = ["Emulate", "EmulatedKinds", "check_emulate", "emulated_kinds", "has_own_ops", "narrow", "widen"]
 
 Emulate = bool | Literal["auto"]
-"""True emulates on every device, False on none, "auto" where the device has no units."""
+"""The devices that emulate: True for every device, False for none, "auto" for devices without 16-bit units."""
 
 EmulatedKinds = frozenset[tuple[str, torch.dtype, str]]
-"""Device type, 16-bit dtype and op class of what is emulated."""
+"""The emulated ops, as triples of device type, 16-bit dtype and kind."""
 
 
 def check_emulate(value: object) -> Emulate:
-    """``emulate=`` as a user gave it.
+    """Check and return the user's value of ``emulate=``.
 
     Raises:
-        ArgumentValueError: for anything but True, False and "auto".
+        ArgumentValueError: if the value is not True, False or "auto".
     """
     if isinstance(value, bool) or value == "auto":
         return value
@@ -53,12 +53,12 @@ def _kinds(device_type: str, everywhere: bool) -> EmulatedKinds:
 
 
 def emulated_kinds(device_types: Iterable[str], dtype: torch.dtype | None, emulate: Emulate) -> EmulatedKinds:
-    """Return the kinds of ops that are emulated on some devices, the current one of each type.
+    """Return the ops that are emulated on devices of some types; the current device stands for its type.
 
     Args:
-        device_types: as of ``torch.device.type``.
+        device_types: values of ``torch.device.type``.
         dtype: torch.float16 or torch.bfloat16; None for both.
-        emulate: see there.
+        emulate: see ``Emulate``.
     """
     if emulate is False:
         return frozenset()
@@ -67,9 +67,9 @@ def emulated_kinds(device_types: Iterable[str], dtype: torch.dtype | None, emula
 
 
 def has_own_ops(tensor: Tensor) -> bool:
-    """True if a tensor is of a subclass, not of torch or halfstep, that implements ops itself, such as float8 tensors.
+    """True if a tensor belongs to a third-party subclass that implements ops itself, such as a float8 tensor.
 
-    The result of an op on it is not the product of its numbers in fp32, and it may not be widened at all.
+    The fp32 product of such a tensor's values is not the result of its own op, and it may not support ``float()``.
     """
     kind = type(tensor)
     if kind is Tensor or kind is torch.nn.Parameter or kind.__module__.partition(".")[0] in ("torch", "halfstep"):
@@ -82,16 +82,16 @@ def has_own_ops(tensor: Tensor) -> bool:
     )
 
 
-# Inductor drops casts to 16 bits and back between ops that it fuses. In compiled graphs the casts are therefore ops of
-# our own that it does not look into; each is the derivative of the other. Elsewhere they are plain casts.
+# Inductor removes casts to 16 bits and back between ops that it fuses. In compiled graphs the casts are therefore
+# custom ops, which are opaque to Inductor; each is the derivative of the other. In eager mode they are plain casts.
 
 
-# Not by `torch.library.custom_op`, which searches all modules for its caller: a tenth of the import of halfstep.amp.
+# `torch.library.custom_op` would search all modules for its caller, which takes a tenth of halfstep.amp's import time.
 _ops = torch.library.Library("halfstep", "DEF")
 _ops.define("narrow(Tensor x, ScalarType dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _ops.define("widen(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _narrow, _widen = torch.ops.halfstep.narrow.default, torch.ops.halfstep.widen.default
-# Copies, because an op of torch.library may not return its input.
+# The ops copy, because an op of torch.library must not return its input.
 _ops.impl("narrow", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")
 _ops.impl("widen", lambda x: x.to(torch.float32, copy=True), "CompositeExplicitAutograd")
 torch.library.register_vmap(_narrow, lambda info, dims, x, dtype: (_narrow(x, dtype), dims[0]), lib=_ops)
@@ -106,17 +106,17 @@ torch.library.register_autograd(
 
 
 def _is_compiled() -> bool:
-    """True while ``torch.compile`` traces. ONNX has no ops of ours, and what runs its graphs keeps casts."""
+    """True while ``torch.compile`` traces. ONNX export is excluded: ONNX lacks the custom ops, and keeps casts."""
     return torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export()
 
 
 def narrow(x: Tensor, dtype: torch.dtype, opaque: bool | None = None) -> Tensor:
-    """An fp32 tensor rounded to a 16-bit dtype, to nearest even; differentiable.
+    """Round an fp32 tensor to a 16-bit dtype, to nearest even; differentiable.
 
     Args:
-        x: on any device.
+        x: a tensor on any device.
         dtype: torch.float16 or torch.bfloat16.
-        opaque: True if a compiler must not see through it; None means ``_is_compiled``.
+        opaque: True to use the custom op, which a compiler cannot remove; None means ``_is_compiled``.
     """
     if _is_compiled() if opaque is None else opaque:
         return _narrow(x, dtype)  # type: ignore[no-any-return]
@@ -124,7 +124,7 @@ def narrow(x: Tensor, dtype: torch.dtype, opaque: bool | None = None) -> Tensor:
 
 
 def widen(x: Tensor, opaque: bool | None = None) -> Tensor:
-    """A 16-bit tensor in fp32, exactly; its gradient is rounded to the dtype of ``x``. Arguments as of ``narrow``."""
+    """Cast a 16-bit tensor to fp32 exactly; its gradient is rounded to the dtype of ``x``. See ``narrow``."""
     if _is_compiled() if opaque is None else opaque:
         return _widen(x)  # type: ignore[no-any-return]
     return x.float()

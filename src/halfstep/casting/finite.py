@@ -1,7 +1,9 @@
-"""Numbers that 16 bits do not have, such as an eps of 1e-8, a mask's -1e10, or a sum of many ones in float16.
+"""Rules for values outside the range of 16 bits, such as an eps of 1e-8, a mask's -1e10, or a sum of many ones in
+float16.
 
-A plain cast makes zeros and infinities of them, which divide by 0, or hide a whole row so that its softmax is NaN. So
-the call computes in fp32 (``core.oplists.dtypes.needs_fp32``). What writes to a tensor writes the nearest numbers.
+A plain cast turns these values into zeros and infinities, which then divide by 0, or mask a whole row so that its
+softmax is NaN. So the call computes in fp32 (``core.oplists.dtypes.needs_fp32``), and a call that writes to a 16-bit
+tensor writes the nearest finite values.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ..core.oplists.tables import Op
 from ..torch_internals.compiler_compat import is_traced
 from ..torch_internals.torch_compat import DisableTorchDispatch, dispatch_mode_count, has_recording_mode
 from .containers import map_tensors, tensors_in
-from .dispatch import CastMode, Rule, note_meeting
+from .dispatch import CastMode, Rule, count_changed_op
 from .rules import bind, to_float, without_native
 
 __all__ = ["finite_rule", "narrow_finite", "write_in_fp32"]
@@ -26,20 +28,20 @@ _FILLS = ("where", "masked_fill", "index_fill", "fill", "__setitem__")
 
 
 def narrow_finite(tensor: torch.Tensor, half: torch.dtype, traced: bool | None = None) -> torch.Tensor:
-    """A tensor in 16 bits, in which finite numbers stay finite. Infinities stay infinite: masks hide with -inf.
+    """Cast a tensor to 16 bits, clamping finite values so that they stay finite; infinities, as in masks, are kept.
 
-    The result does not depend on the look at the range, which is quicker on a CPU. Where ops are recorded it is left
-    out, because later values may be others.
+    On a CPU it is faster to check the range first and clamp only if needed, with the same result. While ops are
+    recorded the check is skipped, because the recorded ops may later run on other values.
 
     Args:
         tensor: a floating tensor.
         half: the 16-bit dtype.
-        traced: the result of ``is_traced``, if the caller has it; None calls it.
+        traced: the result of ``is_traced``, if the caller has computed it; None computes it here.
     """
     limits = torch.finfo(half)
     recorded = (is_traced() if traced is None else traced) or (dispatch_mode_count() and has_recording_mode())
     if type(tensor) is torch.Tensor and tensor.is_cpu and not recorded and tensor.numel():
-        with DisableTorchDispatch():  # a mode that watches the user's ops does not see the look
+        with DisableTorchDispatch():  # hides the check from dispatch modes that watch the user's ops
             lowest, highest = tensor.detach().aminmax()
         if limits.min <= float(lowest) and float(highest) <= limits.max:  # False for NaN
             return tensor.to(half)
@@ -47,16 +49,16 @@ def narrow_finite(tensor: torch.Tensor, half: torch.dtype, traced: bool | None =
 
 
 def finite_rule(op: Op, in_place: bool, otherwise: Rule | None, recorded: bool) -> Any:
-    """The rule of an op that looks at its numbers first.
+    """Return the rule of an op that checks its numbers first.
 
     Args:
-        op: the row of the op in the lists in force.
-        in_place: True for the form that writes to its first tensor.
-        otherwise: the rule of a call whose numbers 16 bits have; None calls the op as it is.
-        recorded: True leaves integers alone, but for fills: where a compiler traces they may be sizes.
+        op: the row of the op in the current lists.
+        in_place: True for the in-place form of the op.
+        otherwise: the rule of a call whose numbers are in the range of 16 bits; None calls the op unchanged.
+        recorded: True to ignore integers except in fills, because integers in traced code may be sizes.
 
     Returns:
-        A ``Rule`` or ``ByNumbers``; ``otherwise`` for an op that has no numbers.
+        A ``Rule`` or ``ByNumbers``; ``otherwise`` for an op without numbers.
     """
     kind = numbers_kind(op)
     if not kind or (read_in(op) == FLOAT and not in_place):
@@ -73,34 +75,34 @@ def finite_rule(op: Op, in_place: bool, otherwise: Rule | None, recorded: bool) 
 def _in_fp32(
     name: str, kind: str, in_place: bool, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any
 ) -> Any:
-    """A call that computes in fp32 if 16 bits lack a number of it, and returns fp32 unless it writes to a tensor."""
+    """Compute in fp32 if a number is out of range in 16 bits, and return fp32 unless the call writes to a tensor."""
     target = args[0] if in_place and args else kwargs.get("out")
     given = (*args, *kwargs.values()) if target is None else [target]
     tensors = [each for each in given if isinstance(each, torch.Tensor)] or tensors_in(given)
     halves = {tensor.dtype for tensor in tensors if mode.casts(tensor)}.intersection(HALF_DTYPES)
     if not any(needs_fp32(kind, half, args, kwargs, None) for half in halves):
         return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
-    note_meeting()
+    count_changed_op()
     if target is not None:
         return write_in_fp32(mode, func, target, args, kwargs)
     return bind(to_float, name, native_off=True)(mode, func, args, kwargs)
 
 
 def _sum_of_products(name: str, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """A product in 16 bits, unless its result turns out to be a sum that float16 may not have: then it runs again."""
+    """Run a product in 16 bits, and again in fp32 if its result is a sum that may overflow float16."""
     result = func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
     if result.dtype is not torch.float16 or not needs_fp32("product", result.dtype, args, kwargs, result):
         return result
-    note_meeting()
+    count_changed_op()
     return bind(to_float, name, native_off=True)(mode, func, args, kwargs)
 
 
 def write_in_fp32(mode: CastMode, func: Any, target: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call an op that writes to a 16-bit tensor on an fp32 copy of it: finite numbers stay finite in the tensor."""
+    """Call an op that writes to a 16-bit tensor on an fp32 copy, so that finite values stay finite in the tensor."""
     wide, most = target.float(), torch.finfo(torch.float32).max
 
     def widened(value: Any) -> Any:
-        if isinstance(value, (int, float)) and most < abs(value) < math.inf:  # fp32 has no such number either
+        if isinstance(value, (int, float)) and most < abs(value) < math.inf:  # would overflow fp32 as well
             return math.copysign(most, value)
         return map_tensors(lambda t: wide if t is target else t.float() if t.dtype in HALF_DTYPES else t, value)
 
@@ -113,9 +115,9 @@ def write_in_fp32(mode: CastMode, func: Any, target: torch.Tensor, args: Any, kw
 
 
 def _with_finite_mask(lowers: bool, otherwise: Rule, mode: CastMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Attention in 16 bits, as ``lowers`` or its query says: the finite numbers of an fp32 mask stay finite.
+    """Run attention with finite values of an fp32 mask kept finite, if it runs in 16 bits (``lowers`` or its query).
 
-    A mask of ``torch.finfo(torch.float32).min`` would be -inf in 16 bits, and a row that it hides whole NaN.
+    A mask value of ``torch.finfo(torch.float32).min`` would become -inf in 16 bits, and a fully masked row NaN.
     """
     mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     half = mode.half_of(mask) if isinstance(mask, torch.Tensor) and mask.dtype is torch.float32 else None

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .current import Scope
-from .dispatch import meetings
+from .dispatch import changed_ops
 from .scope import OpCasting, enter, leave
 
 __all__ = ["FirstPasses"]
@@ -80,7 +80,7 @@ class FirstPasses:
         kind = (name, model.training, torch.is_grad_enabled(), *names, *arguments)
         first = self.ended[kind] < PASSES
         scope = enter(self.casting if first or self.on or foreign else self.plain, owner, frame)
-        scope.watched = (kind, meetings.count) if first else None
+        scope.watched = (kind, changed_ops.count) if first else None
         return scope
 
     def end(self, scope: Scope, error: BaseException | None = None) -> None:
@@ -90,7 +90,7 @@ class FirstPasses:
                 self.note_refusal(error)
         elif error is None:
             kind, before = scope.watched
-            self.on = self.on or meetings.count != before
+            self.on = self.on or changed_ops.count != before
             self.ended[kind] = min(self.ended[kind] + 1, PASSES)
 
     def run(self, method: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:

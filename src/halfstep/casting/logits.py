@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ..core.dtypes import HALF_DTYPES
 from .containers import map_tensors
-from .dispatch import CastMode, Rule, note_meeting
+from .dispatch import CastMode, Rule, count_changed_op
 from .operands import version_of
 from .rules import without_native
 
@@ -43,7 +43,7 @@ def from_logits(otherwise: Rule, mode: CastMode, func: Any, args: Any, kwargs: d
     _, logits, *versions = mode.logits.get(id(first), (None, None))
     if logits is None or versions != [version_of(first), version_of(logits)] or not mode.casts(first):
         return otherwise(mode, func, args, kwargs)
-    note_meeting()
+    count_changed_op()
     rest = args[1:], {key: a for key, a in kwargs.items() if key != "input"}
     rest, kwargs = map_tensors(lambda tensor: tensor.float() if tensor.dtype in HALF_DTYPES else tensor, rest)
     return without_native(mode, F.binary_cross_entropy_with_logits, (logits.float(), *rest), kwargs)

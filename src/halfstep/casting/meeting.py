@@ -22,7 +22,7 @@ from ..core.oplists.tables import row_of
 from ..torch_internals.torch_compat import OpOverload, OpOverloadPacket, is_any_autocast_enabled, qualified_name
 from .composites import composite_rule, has_question
 from .containers import map_tensors, tensors_in
-from .dispatch import CastMode, Rule, note_meeting
+from .dispatch import CastMode, Rule, count_changed_op
 from .finite import write_in_fp32
 from .rules import CASTABLE, bind, match_self, promote, to_float, without_native
 
@@ -149,7 +149,7 @@ def _met(
     dtypes = {tensor.dtype for tensor in tensors_in(args, kwargs)}
     if dtypes.isdisjoint(HALF_DTYPES) or (mixed and torch.float32 not in dtypes):
         return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
-    note_meeting()
+    count_changed_op()
     return rule(mode, func, args, kwargs)
 
 

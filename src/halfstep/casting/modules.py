@@ -1,7 +1,8 @@
-"""Modules in another dtype: their parameters and buffers, inputs and outputs, what they save, and how their ops run.
+"""Hooks that run a module in another dtype: they cast its parameters and buffers, its inputs and outputs and its state
+dict, and set the casting of its ops.
 
-Everything put on a module is a hook that pickles and copies by value. So a ``copy.deepcopy``, a pickle or a
-``DataParallel`` replica of a converted model is a converted model of its own.
+Hooks pickle and copy by value, and nothing else is attached to a module. So a ``copy.deepcopy``, a pickle or a
+``DataParallel`` replica of a cast model is an independent cast model.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ __all__ = [
 ]
 
 PARALLEL = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
-"""Wrappers that a model must get after it was cast: they keep what they know of its parameters."""
+"""Wrappers that must wrap a model after the cast, because they record facts about its parameters when they are
+created."""
 
 logger = logging.getLogger("halfstep")
 
@@ -64,32 +66,34 @@ M = TypeVar("M", bound=nn.Module)
 Chosen = Mapping[nn.Module, torch.dtype]
 
 _copies: weakref.WeakKeyDictionary[ModuleHooks, Any] = weakref.WeakKeyDictionary()
-"""For the hooks of a copy of a 16-bit model: the hooks of the model, and modules that ``copy.deepcopy`` was making."""
+"""For the hooks of a copied 16-bit model: the hooks of the original, and the modules that ``copy.deepcopy`` made with
+the copy."""
 
 
 class ModuleHooks:
-    """The two forward hooks of a cast module, before and after its ``forward``, and what they do.
+    """The two forward hooks of a cast module, which run before and after its ``forward``.
 
-    Before, in this order: the weights are checked, the inputs are cast, the casting is put in force. After, also where
-    ``forward`` raised: the casting ends, the outputs are cast.
+    The first hook checks the weights, casts the inputs and enters the casting, in this order. The second hook, which
+    torch also calls if ``forward`` raised, leaves the casting and casts the outputs.
 
-    A module with a dtype of its own, an island, has explicit hooks. The outermost call on the stack casts arguments.
-    Modules inside of it find its casting in force, and do nothing. So a submodule may be called inside and outside.
+    A module in a dtype that differs from its model's, an island, has explicit hooks. Only the outermost call of an
+    island casts arguments: hooks of modules within it find its casting current and do nothing. So a submodule of an
+    island may be called both from within the island and from outside.
 
-    An fp32 island gives its result as it is to ops that meet: they cast it as they cast any fp32 tensor, and what the
-    model returns has never been rounded. Nothing remembers the result, so anything done with it (writes, hooks,
-    checkpoints, autograd functions) is done to the one tensor that there is.
+    If ops are retried when their dtypes differ (``meeting``), an fp32 island returns its fp32 result uncast: the next
+    op casts it like any fp32 tensor, and a result that the model returns is never rounded. There is only one tensor,
+    so that writes, hooks, checkpoints and autograd functions all see the same one.
 
     Args:
-        casting: the casting of ops meanwhile, in place of any other; None keeps the casting in force.
-        explicit: True if it also wins over the user's scopes around the call.
+        casting: the casting of ops while the module runs; None keeps the current casting.
+        explicit: True if the casting also overrides the user's scopes around the call.
 
     Attributes:
-        weight: the name of a parameter and the dtype it was cast to; None where there is nothing to check.
-        inputs: casts floating tensors among the arguments; None leaves them.
-        outputs: dtype of floating tensors in what the module returns; None leaves them. See ``_result_dtype``.
-        passes: the record of the first passes; None if ops do not meet.
-        updated: finds the buffers that the model updates itself; None after its first training passes.
+        weight: the name of a parameter to check and the dtype to which it was cast; None checks nothing.
+        inputs: the cast of floating tensors among the arguments; None leaves them.
+        outputs: the dtype of floating tensors in the output; None leaves them. See ``_result_dtype``.
+        passes: the record of the first passes; None if ops are never retried.
+        updated: the search for buffers that the model updates itself; None after its first training passes.
     """
 
     def __init__(self, casting: OpCasting | None = None, *, explicit: bool = False) -> None:
@@ -103,26 +107,26 @@ class ModuleHooks:
 
     @property
     def __name__(self) -> str:
-        """Refuse ``torch.jit.script``, which reads this name first; nothing else needs it."""
+        """Refuse ``torch.jit.script``, which reads this name before anything else; no other code reads it."""
         raise NotScriptableError(
-            "torch.jit.script cannot compile a model that amp.initialize or amp.decorate has cast: TorchScript cannot "
-            "read its hooks. Script the model before it is cast, or use torch.jit.trace or torch.export, which record "
-            "what hooks do."
+            "torch.jit.script cannot compile a model that amp.initialize or amp.decorate has cast, because TorchScript "
+            "cannot compile its hooks. Script the model before you cast it, or use torch.jit.trace or torch.export, "
+            "which record the ops of hooks."
         )
 
     def __deepcopy__(self, memo: Any) -> ModuleHooks:
-        """Return the hooks of a copied module. The session of the original lasts as long as its copies."""
+        """Copy the hooks for a deep-copied module; the session of the original lasts as long as its copies."""
         copied = copy.copy(self)
-        copied.updated = copy.deepcopy(self.updated, memo)  # nobody asks it for masters: a copy has none
+        copied.updated = copy.deepcopy(self.updated, memo)  # not registered as masters: a copy's state_dict is 16-bit
         if self.casting is not None:
             keep_session(self.casting, copied)
         if self.weight is not None:  # of a whole model; `amp.master_model` makes copies without these hooks
             _copies[copied] = weakref.ref(self), [weakref.ref(m) for m in memo.values() if isinstance(m, nn.Module)]
-            logger.info("The copy of a 16-bit model is 16-bit. For an EMA average amp.master_model(model), in fp32.")
+            logger.info("The copy of a 16-bit model is 16-bit. For an EMA in fp32, use amp.master_model(model).")
         return copied
 
     def attach_to(self, module: nn.Module) -> ModuleHooks:
-        """Put them on a module, unless they are there: outside of the user's hooks, which see what was cast."""
+        """Register the hooks on a module once, around the user's hooks, which thus see cast inputs and outputs."""
         hooks = forward_hooks(module)
         if self in hooks.values():
             return self
@@ -130,12 +134,12 @@ class ModuleHooks:
         module.register_forward_hook(self, prepend=True, always_call=True)
         ordered = list(hooks.items())
         hooks.clear()
-        hooks.update(ordered)  # Dynamo of torch 2.11 runs them in the order in which they came
+        hooks.update(ordered)  # Dynamo of torch 2.11 ignores `prepend` and runs hooks in the order of the dictionary
         return self
 
     @not_by_itself
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Before the forward."""
+        """Check the weights, cast the inputs and enter the casting, before ``forward``."""
         compiling = torch.compiler.is_dynamo_compiling()
         if self.explicit and self.casting is not None and thread.key == self.casting.key:
             thread.traced.append(None) if compiling else thread.open.append(Scope(self, sys._getframe(1)))
@@ -160,7 +164,7 @@ class ModuleHooks:
         return None if self.inputs is None else (args, kwargs)
 
     def _before_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The same where Dynamo traces: no pass is watched, and nothing is written back to inputs."""
+        """Do the same while Dynamo traces, without watching the pass or writing casts back to inputs."""
         if self.weight is not None:
             _check_weight(module, *self.weight, meets=False)
         if self.inputs is not None:
@@ -171,7 +175,7 @@ class ModuleHooks:
 
     @not_by_itself
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After the forward, also if it failed."""
+        """Leave the casting and cast the outputs, after ``forward`` has returned or raised."""
         widened = True
         if self.casting is not None and torch.compiler.is_dynamo_compiling():
             leave_traced()
@@ -185,10 +189,10 @@ class ModuleHooks:
         return None if dtype is None else cast_tree(output, dtype)
 
     def _result_dtype(self, widened: bool) -> torch.dtype | None:
-        """The dtype of what an island returns, once it has ended; None leaves it.
+        """Return the dtype of an island's output, after the island has ended; None leaves the output.
 
-        Where no ops meet (a call from outside of the model, or ``cast_ops=False``), a layer that follows would refuse
-        fp32. A block without casts, of a user who has given fp32, gets fp32.
+        If no mode retries ops (a call from outside the model, or ``cast_ops=False``), the next layer would refuse an
+        fp32 output, so it is cast. In a user's block without casts, an island that was given fp32 returns fp32.
         """
         around = dtype_of(thread.key)
         if around is None:
@@ -196,7 +200,7 @@ class ModuleHooks:
         return None if self.casting is None or self.casting.dtype is torch.float32 else around
 
     def _learn(self, module: nn.Module, scope: Scope, output: Any) -> None:
-        """Note what a pass has shown, and write back what it has written to its inputs."""
+        """Record a watched pass, and copy in-place writes on cast inputs back to the caller's tensors."""
         if self.passes is not None and (scope.watched is not None or output is None):
             self.passes.end(scope, sys.exc_info()[1] if output is None else None)
         if any(items is not None or cast._version for _, cast, items in scope.casts):
@@ -205,10 +209,10 @@ class ModuleHooks:
             self.updated.end(module)
 
     def _follow(self, module: nn.Module, args: Any, casting: OpCasting) -> None:
-        """Follow what others did to the module: FSDP2 has sharded it, or it has moved to a device of another type."""
+        """Adapt to changes of the module: FSDP2 has sharded it, or user code moved it to another device type."""
         if hasattr(type(module), "unshard"):
-            # FSDP2 frees the whole weights after each forward pass, and reduces their gradients when the backward pass
-            # leaves a module. The gradient of a cast from an earlier forward pass would come after that.
+            # FSDP2 frees the unsharded weights after each forward pass, and reduces their gradients when the backward
+            # pass leaves the module. The gradient of a cast from an earlier forward pass would arrive after that.
             clear_cache()
         if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in casting.devices:
             first = next(module.parameters(), None)
@@ -219,12 +223,13 @@ class ModuleHooks:
 
 
 def _check_weight(module: Any, name: str, dtype: torch.dtype, *, meets: bool) -> bool:
-    """Look at a parameter, if it is still there. True if it has another dtype than it was cast to.
+    """Check that a parameter, if it still exists, has the dtype to which it was cast.
 
-    ``torch.func.functional_call`` may put others there where ops ``meets``, as MAML does with fp32 weights.
+    With ``meets``, ``torch.func.functional_call`` may substitute weights of another dtype, as MAML does with fp32
+    weights. The result is True in this case only.
 
     Raises:
-        UsageError: if it has another dtype than it was cast to.
+        UsageError: if the parameter has another dtype.
     """
     if not torch.compiler.is_compiling() and MATERIALIZED:
         sync_held_masters(refresh=False)
@@ -237,34 +242,34 @@ def _check_weight(module: Any, name: str, dtype: torch.dtype, *, meets: bool) ->
         if meets:
             return True
         raise UsageError(
-            f"torch.func.functional_call was given {name} in {dtype_name(weight.dtype)}, and this model computes with "
-            f"weights of {dtype_name(dtype)}. Give it weights in the dtype of those that they stand for: "
-            "{name: w.to(model.get_parameter(name).dtype) for name, w in weights.items()}. Gradients go through this "
-            "cast, so the weights that you update may stay fp32. Or call it on a model in fp32: "
-            "amp.master_model(model), or O1, whose weights are fp32."
+            f"torch.func.functional_call got {name} in {dtype_name(weight.dtype)}, but this model computes with "
+            f"{dtype_name(dtype)} weights. Pass weights in the dtype of the model's own: "
+            "{name: w.to(model.get_parameter(name).dtype) for name, w in weights.items()}. Gradients flow through this "
+            "cast, so the weights that you update may stay fp32. Or use a model with fp32 weights: "
+            "amp.master_model(model), or O1."
         )
     raise cast_error(name, dtype, weight.dtype)
 
 
 def exempt(model: M) -> M:
-    """Leave a model as it is while O1 is on in the process: its forward passes run without op casting.
+    """Exempt a model from O1: its forward passes run without op casting.
 
     ::
 
         student, optimizer = amp.initialize(student, optimizer, opt_level="O1")
         teacher = amp.exempt(teacher)  # computes as if there were no amp
 
-    What it computes outside of ``forward`` (a loss, say) is cast like everything else; ``amp.disable_casts`` is a block
-    without it.
+    Ops outside ``forward``, such as the ops of a loss, are still cast; to exempt them as well, put them in an
+    ``amp.disable_casts`` block.
 
     Args:
-        model: any module; calling this twice is calling it once.
+        model: any module; a second call for the same model does nothing.
 
     Returns:
         The model.
 
     Raises:
-        ArgumentTypeError: for something else than a module.
+        ArgumentTypeError: if ``model`` is not a module.
     """
     check_kind("model of amp.exempt", model, nn.Module, "a torch.nn.Module")
     if not has_casting(model, explicit=True):
@@ -280,22 +285,22 @@ def cast_module(
     chosen: Chosen = MappingProxyType({}),
     spare_buffers: bool = False,
 ) -> list[str]:
-    """Cast the floating parameters, their gradients and the buffers of a model in place; parameters keep identity.
+    """Cast the floating parameters, gradients and buffers of a model in place; parameter objects stay the same.
 
-    Parameters that are cut into shards are cast, too. A model of FSDP2 must not have run yet. In a model that is not in
-    float64, a module in float64 stays so: its inputs are in float64, because the model casts them.
+    Sharded parameters are cast as well; an FSDP2 model must not have run yet. If some parameters of the model are not
+    float64, a module in float64 stays float64: its inputs are float64, because the model casts them.
 
     Args:
         model: any module; shared parameters stay shared.
         dtype: a floating dtype.
-        keep: tells which submodules to leave as they are, also where they share a parameter with others. torch's
-            norms accept 16-bit input with fp32 parameters, so they need nothing else.
-        chosen: the dtypes that the user has chosen for modules, which hold for all in them; see ``add_borders``. A
-            parameter that such a module shares with others has its dtype.
-        spare_buffers: leave ``buffers_to_keep`` as they are, and make those fp32 later that the model updates.
+        keep: a function that returns True for submodules to leave as they are, which also exempts parameters that they
+            share with other modules. Torch's norms accept 16-bit inputs with fp32 parameters and need nothing else.
+        chosen: the dtypes that the user chose for modules and their submodules; see ``add_borders``. A parameter that
+            such a module shares with other modules gets its dtype.
+        spare_buffers: leave ``buffers_to_keep`` as they are, and later restore fp32 for buffers that the model updates.
 
     Returns:
-        The qualified names of those.
+        The qualified names of the buffers that ``spare_buffers`` left as they are.
     """
     islands = _islands(chosen, dtype)
     mixed = any(p.dtype is not torch.float64 for p in model.parameters() if p.is_floating_point())
@@ -303,10 +308,10 @@ def cast_module(
     for name, module in model.named_modules():
         target = islands.get(module, dtype)
         wide = mixed and any(p.dtype is torch.float64 for p in module.parameters(recurse=False))
-        stays = module not in chosen and (wide or (target == dtype and keep(module)))
-        targets.append((f"{name}." if name else "", module, None if stays else target))
-    # The later decides on what modules share: one that stays, then an island.
-    targets.sort(key=lambda one: (one[2] != dtype) + (one[2] is None))
+        keeps_dtype = module not in chosen and (wide or (target == dtype and keep(module)))
+        targets.append((f"{name}." if name else "", module, None if keeps_dtype else target))
+    # For a shared tensor the last module in the list decides: modules that keep their dtype come last, after islands.
+    targets.sort(key=lambda item: (item[2] != dtype) + (item[2] is None))
     goals = {id(t): target for _, module, target in targets for t in _own_tensors(module) if t.is_floating_point()}
     shards = {id(p): goal for p in model.parameters() if is_sharded(p) and (goal := goals.get(id(p))) is not None}
     if shards:
@@ -320,7 +325,7 @@ def cast_module(
         for name, buffer in buffers_to_keep(module, own).items() if spare_buffers else ():
             spared += [prefix + name] if goals[id(buffer)] is not None else []
             goals[id(buffer)] = None
-        # Whether BatchNorm has its statistics in 16 bits is what the level says, or keep_batchnorm_fp32.
+        # The level or keep_batchnorm_fp32 decides on the dtype of BatchNorm's statistics.
         keeps_updated = spare_buffers and not isinstance(module, BatchNorm)
         for tensor in _own_tensors(module):
             if (goal := goals.get(id(tensor))) not in (None, tensor.dtype) and id(tensor) not in shards:
@@ -331,11 +336,11 @@ def cast_module(
                     tensor.grad = tensor.grad.to(goal)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-            if own.itemsize == 2:  # its code refuses inputs of another dtype than its weights
+            if own.itemsize == 2:  # RNNBase refuses inputs in another dtype than its weights
                 hooks_of(module).attach_to(module).inputs = ModuleInputs(own)
     if shards:
         cast_shards(model, shards)
-    # A frozen int8 weight of torchao's keeps its dtype in any cast.
+    # A frozen int8 weight of torchao keeps its dtype in every cast, so it cannot be the probe.
     probe = next((name for name, p in model.named_parameters() if goals.get(id(p)) is p.dtype is dtype), None)
     if probe is not None and dtype.itemsize == 2:
         hooks_of(model).attach_to(model).weight = probe, dtype
@@ -345,7 +350,7 @@ def cast_module(
 
 
 def _islands(chosen: Chosen, dtype: torch.dtype | None) -> dict[nn.Module, torch.dtype]:
-    """The dtypes of islands in a model with a dtype, and of all modules in them; chosen ones come from outside in."""
+    """Return the dtype of each island and of every module within it; ``chosen`` lists outer modules first."""
     found: dict[nn.Module, torch.dtype] = {}
     for module, target in chosen.items():
         if target != dtype or module in found:
@@ -354,23 +359,23 @@ def _islands(chosen: Chosen, dtype: torch.dtype | None) -> dict[nn.Module, torch
 
 
 def add_borders(model: nn.Module, chosen: Chosen, dtype: torch.dtype | None, *, meets: bool = True) -> None:
-    """Put hooks on islands: modules with a dtype of their own, and all modules in them that have parameters or buffers.
+    """Add hooks to islands: to modules for which the user chose a dtype, and to their submodules that own tensors.
 
     Args:
-        model: the model that has them. Where it is an island itself, it returns what it computes.
-        chosen: the dtypes that the user has chosen for modules.
-        dtype: the dtype of the model; None leaves what islands return.
-        meets: False at O0, where there are no 16 bits to meet: an island then needs no function mode, which would turn
-            off the fast path of attention.
+        model: the model that contains the islands. If it is an island itself, its output is not cast.
+        chosen: the dtypes that the user chose for modules.
+        dtype: the dtype of the model; None leaves the outputs of islands.
+        meets: False at O0, where no 16-bit tensor can meet an fp32 one: an island then needs no function mode, which
+            would turn off the fast path of attention.
     """
     found, devices = _islands(chosen, dtype), device_types([model])
     settings: dict[str, Any] = {"enabled": False, "devices": devices, "meets": meets}
-    # In fp32 all ops compute in fp32, also if they meet a 16-bit tensor.
+    # In an fp32 island every op computes in fp32, even if an argument is 16-bit.
     lists = {torch.float32: OpLists("OD", black=tuple(op.name for op in OPS.values() if op.reason == "matrix-unit"))}
     castings = {target: OpCasting(target, lists.get(target), **settings) for target in set(found.values())}
     for name, module in model.named_modules():
         owns = module in chosen or any(map(_own_tensors, module.modules()))
-        # A parametrization computes a weight, also for code outside that reads it.
+        # A parametrization computes a weight that code outside the island also reads.
         if owns and module in found and "parametrizations" not in name.split("."):
             target, hooks = found[module], hooks_of(module, explicit=True).attach_to(module)
             hooks.casting, hooks.outputs = castings[target], None if module is model else dtype
@@ -391,21 +396,21 @@ def add_hooks(
     always_meets: bool = False,
     spared: Iterable[str] = (),
 ) -> None:
-    """Put the hooks on a model.
+    """Add the hooks to a model.
 
     Args:
-        model: the module whose calls are to be cast.
-        inputs: dtype of floating arguments; None leaves them.
-        outputs: dtype of floating results; None leaves them. User hooks see the cast output.
-        saved: dtype of floating entries in ``state_dict()`` of the model and of each of its submodules.
-        casting: the casting of ops while the model runs; None adds no such hook.
-        always_meets: True if ops meet in every pass, no matter what the first passes show.
-        spared: names of buffers that have stayed fp32.
+        model: the module whose calls the hooks cast.
+        inputs: the dtype of floating arguments; None leaves them.
+        outputs: the dtype of floating outputs; None leaves them. User hooks see the cast output.
+        saved: the dtype of floating entries in ``state_dict()`` of the model and of each submodule.
+        casting: the casting of ops while the model runs; None leaves ops alone.
+        always_meets: True to keep the function mode on in every pass, even if the first passes do not need it.
+        spared: names of buffers that stayed fp32.
     """
     if casting is not None or inputs is not None or outputs is not None:
         hooks = hooks_of(model).attach_to(model)
         hooks.casting = casting or hooks.casting
-        if inputs is not None and hooks_of(model, explicit=True).inputs is None:  # unless all of it is an island
+        if inputs is not None and hooks_of(model, explicit=True).inputs is None:  # unless the whole model is an island
             hooks.inputs = ModelInputs(inputs)
         hooks.outputs = outputs or hooks.outputs
         if casting is not None and casting.meets and not casting.enabled:
@@ -418,20 +423,20 @@ def add_hooks(
 
 
 def hooks_of(module: nn.Module, *, explicit: bool = False) -> ModuleHooks:
-    """The hooks of ours on a module, of which it has at most one that is explicit and one other, or new ones."""
+    """Return halfstep's hooks on a module, or new ones; a module has at most one ``explicit`` pair and one other."""
     ours = (hooks for hooks in forward_hooks(module).values() if isinstance(hooks, ModuleHooks))
     return next((hooks for hooks in ours if hooks.explicit == explicit), ModuleHooks(explicit=explicit))
 
 
 def copies_of(model: nn.Module) -> list[nn.Module]:
-    """The deep copies of a 16-bit model that still exist."""
+    """Return the deep copies of a 16-bit model that still exist."""
     own = hooks_of(model)
     made = [(hooks, module()) for hooks, (of, modules) in _copies.items() if of() is own for module in modules]
     return [module for hooks, module in made if module is not None and hooks is hooks_of(module)]
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Remove the hooks that ``add_hooks`` and ``cast_module`` put on a model; its dtypes stay."""
+    """Remove the hooks that ``add_hooks`` and ``cast_module`` added to a model; its tensors keep their dtypes."""
     for module in model.modules():
         for hooks in hook_tables(module):
             for key, hook in list(hooks.items()):
@@ -441,16 +446,16 @@ def remove_hooks(model: nn.Module) -> None:
 
 
 def _is_ours(hook: Any) -> bool:
-    hook = getattr(hook, "hook", hook)  # torch keeps some in a wrapper
+    hook = getattr(hook, "hook", hook)  # torch wraps state dict hooks
     owner = getattr(hook, "__self__", hook)
     return isinstance(owner, (ModuleHooks, SaveAs)) or hook is load_masters
 
 
 def device_types(models: Iterable[nn.Module]) -> set[str] | None:
-    """The types of the devices that hold the parameters of some models; None if they have none."""
+    """Return the device types of the parameters of some models; None if the models have no parameters."""
     return {param.device.type for model in models for param in model.parameters()} or None
 
 
 def has_casting(model: nn.Module, *, explicit: bool = False) -> bool:
-    """True if a casting of its own is in force while a model runs, ``explicit`` or not."""
+    """True if a model has hooks that enter a casting while it runs; ``explicit`` selects an island's hooks."""
     return hooks_of(model, explicit=explicit).casting is not None

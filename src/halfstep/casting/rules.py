@@ -1,8 +1,8 @@
 """The rules that cast one call of an op; ``rule_table`` chooses the rule of each op.
 
-A rule takes what is special to its op first, then the mode, the op and its arguments. It runs inside of
-``__torch_function__``: the mode is off there, native autocast is still on. Nothing is cast where the user turned
-``torch.autocast`` off inside of our scope, nor into an ``out=`` tensor.
+A rule takes the details of its op first, then the mode, the op and its arguments. It runs within
+``__torch_function__``, where torch has turned the mode off but native autocast is still on. Rules cast nothing if the
+user turned ``torch.autocast`` off within the scope, and never cast for a call with ``out=``.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 _CONTAINERS = (list, tuple, Mapping)
 CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
-"""The dtypes that are cast. float64 and integers never are."""
+"""The dtypes that rules cast. float64 and integers are never cast."""
 
 _ORDINARY = {torch.Tensor, Parameter}
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 SPARSE_PRODUCTS = {torch.sparse.mm: "mm", torch.sparse.addmm: "addmm"}
-"""Functions that take a sparse matrix, and the names of the products that take one too."""
+"""Functions that multiply a sparse matrix, and the names of the products that accept one as well."""
 
 _SPARSE_AT = {"embedding": 4, "embedding_bag": 5}
-"""The place of ``sparse`` among the arguments of an op that takes the weight first; two places later after indices."""
+"""The index of the argument ``sparse`` if the weight comes first, as in ATen; it is two higher if the indices do, as in
+``torch.nn.functional``."""
 
 _APEX_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double"}
 
@@ -68,9 +69,9 @@ def bind(rule: Callable[..., Any], *details: Any, native_off: bool = False) -> R
     """Return a rule bound to one op.
 
     Args:
-        rule: one of this module.
-        details: the first arguments of the rule, which are special to the op.
-        native_off: True if native autocast is off for the op itself.
+        rule: a rule of this module.
+        details: the first arguments of the rule, which depend on the op.
+        native_off: True to turn native autocast off while the op itself runs.
     """
     bound = functools.partial(rule, *details)
     if not native_off:
@@ -90,7 +91,7 @@ def _uncast(mode: CastMode, func: Callable[..., Any], /, *args: Any, **kwargs: A
 
 
 def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call an op with native autocast off on every device: it would cast the op, and our lists do not, or otherwise."""
+    """Call an op with native autocast off on every device, because its lists differ from the lists of the casting."""
     on = mode.native_on()
     if _is_dynamo_compiling():
         return _without_native_compiled(on, func, args, kwargs)
@@ -114,9 +115,9 @@ def _without_native_compiled(on: list[str], func: Callable[..., Any], args: Any,
 
 
 def _cast(mode: CastMode, value: Any, target: torch.dtype | None, name: str, cache: WeightCache | None = None) -> Any:
-    """An argument with its fp32 and 16-bit tensors in another dtype, also those inside of lists, tuples and dicts.
+    """Cast the fp32 and 16-bit tensors of an argument, including tensors in lists, tuples and dicts.
 
-    A target of None is ``CastMode.half_of`` the tensor.
+    A target of None casts each tensor to ``CastMode.half_of``.
     """
     if not isinstance(value, torch.Tensor):
         if isinstance(value, _CONTAINERS):
@@ -149,7 +150,7 @@ def _from_cache(
 
 
 def _log_cast(name: str, source: torch.dtype, target: torch.dtype) -> None:
-    """Log one cast, as Apex spelled it: ``Float->Half (conv2d)``."""
+    """Log one cast in Apex's format: ``Float->Half (conv2d)``."""
     names = [_APEX_NAMES.get(dtype, dtype_name(dtype)) for dtype in (source, target)]
     logger.info("%s->%s (%s)", *names, name)
 
@@ -157,7 +158,7 @@ def _log_cast(name: str, source: torch.dtype, target: torch.dtype) -> None:
 def _call_in(
     target: torch.dtype | None, name: str, mode: CastMode, func: Any, args: Any, kwargs: Any, cache: Any = None
 ) -> Any:
-    """Call with the arguments in one dtype; see ``_cast``."""
+    """Call an op with its arguments cast to one dtype; see ``_cast``."""
     if kwargs:
         if kwargs.get("out") is not None:
             return func(*args, **kwargs)
@@ -171,10 +172,10 @@ def to_half(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwar
 
 
 def to_float(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Cast every 16-bit argument to fp32, unless the caller asks for a 16-bit result: some ops refuse to narrow."""
+    """Cast every 16-bit argument to fp32, unless the caller requests a 16-bit ``dtype``: some ops refuse to narrow."""
     at = _SPARSE_AT.get(name, 0) and _SPARSE_AT[name] + (2 if args and not args[0].is_floating_point() else 0)
     if at and (kwargs.get("sparse") or args[at : at + 1] == (True,)):
-        # Torch cannot cast a sparse gradient back to the weight's dtype, and a lookup rounds nothing.
+        # Torch cannot cast a sparse gradient back to the weight's dtype. A lookup rounds nothing, so cast its result.
         return _cast(mode, func(*args, **kwargs), torch.float32, name)
     if kwargs.get("dtype") in HALF_DTYPES:
         return func(*args, **kwargs)
@@ -188,9 +189,9 @@ def promote(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwar
 
 
 def _widest_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:
-    """The dtype that floating tensors promote to, or None if they have one dtype already.
+    """Return the dtype to which floating tensors promote, or None if they already have one dtype.
 
-    Scalars (tensors of no dimension) count only where there is nothing else, as in torch.
+    Zero-dimensional tensors count only if there are no tensors with dimensions, as in torch.
     """
     floating = [t for t in tensors if t.dtype in CASTABLE or t.dtype is torch.float64]
     if len({t.dtype for t in floating}) < 2:
@@ -199,7 +200,7 @@ def _widest_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:
 
 
 def half_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """An op that native autocast lowers by itself: only its weights are ours, from the cache."""
+    """Run an op that native autocast casts, with weights from the cache."""
     if mode.cache is None or _is_compiling() or (kwargs and kwargs.get("out") is not None):
         return func(*args, **kwargs)
     args = [mode.weight(a) for a in args]
@@ -207,7 +208,7 @@ def half_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dic
 
 
 def banned(name: str, hint: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Refuse a 16-bit input, or with ``allow_banned`` cast it to fp32. Targets and weights are cast."""
+    """Refuse a 16-bit input, or cast it to fp32 with ``allow_banned``. Targets and weights are always cast."""
     if not mode.config.allow_banned:
         for tensor in tensors_in(args[:1], kwargs.get("input")):
             if tensor.dtype in HALF_DTYPES and mode.casts(tensor):
@@ -219,7 +220,7 @@ def banned(name: str, hint: str, mode: CastMode, func: Callable[..., Any], args:
 
 
 def dense_only(name: str, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """A product with a sparse matrix runs in fp32: there are no 16-bit kernels for its backward pass."""
+    """Run a product with a sparse matrix in fp32, because torch has no 16-bit kernels for its backward pass."""
     if any(isinstance(a, torch.Tensor) and a.layout in _SPARSE for a in (*args, *kwargs.values())):
         shielded = functools.partial(_uncast, mode, func)
         return _call_in(torch.float32, name, mode, shielded, args, kwargs)
@@ -230,7 +231,7 @@ def dense_only(name: str, otherwise: Rule | None, mode: CastMode, func: Any, arg
 
 
 def match_self(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """An in-place op keeps the dtype of the tensor that it writes to; the other arguments are cast to it."""
+    """Run an in-place op in the dtype of the tensor that it writes to, and cast the other arguments to this dtype."""
     target = args[0].dtype if args else None
     if target not in CASTABLE:
         return func(*args, **kwargs)
@@ -242,13 +243,13 @@ def match_self(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict
 
 
 def float_inplace(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """An fp32 op cannot write its result into 16 bits."""
+    """Run an in-place op of the float list, which must not round its fp32 result into a 16-bit tensor."""
     if args and args[0].dtype in HALF_DTYPES and mode.casts(args[0]):
-        if not mode.config.enabled:  # an island, which writes to a tensor from outside
+        if not mode.config.enabled:  # an island writes to a tensor from outside
             return match_self(mode, func, args, kwargs)
         raise UnsafeOpError(
             f"{name}_ runs in fp32 under op casting and cannot write in place into a {dtype_name(args[0].dtype)} "
-            f"tensor; use the form that is not in place, x = x.{name}(...), or convert the tensor first, x.float()."
+            f"tensor; use the out-of-place form, x = x.{name}(...), or convert the tensor first, x.float()."
         )
     return to_float(name, mode, func, args, kwargs)
 
@@ -259,13 +260,13 @@ def float_inplace(name: str, mode: CastMode, func: Callable[..., Any], args: Any
 def emulated(
     name: str, kind: str, listed: str, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Run an op of 16 bits in fp32 on the same numbers, if the device has no units for it or the result is fp32.
+    """Run a 16-bit op in an fp32 kernel on rounded operands, if the device lacks 16-bit units or the result is fp32.
 
     Args:
         name: the name of the op.
-        kind: the op's class in ``OP_CLASSES``.
+        kind: the kind of the op, one of ``KINDS``.
         listed: the list of the op. On "half" and "wide" fp32 arguments are rounded as well.
-        otherwise: the rule for calls that are not emulated; None calls as it is.
+        otherwise: the rule for calls that are not emulated; None calls the op unchanged.
         mode: the mode.
         func: the op.
         args: the arguments of the call.
@@ -292,7 +293,7 @@ def emulated(
 
 
 def _rounded(mode: CastMode, half: torch.dtype, name: str, values: Iterable[Any], kept: Kept | None) -> list[Any]:
-    """Return arguments with their tensors rounded to 16 bits, in fp32; ``kept`` gets the 16-bit tensors."""
+    """Return the arguments with their tensors rounded to 16 bits and widened to fp32; ``kept`` gets the operands."""
     cache = None if (compiling := _is_compiling()) else mode.cache
     rounded = []
     for value in values:
@@ -321,7 +322,7 @@ def _rounded(mode: CastMode, half: torch.dtype, name: str, values: Iterable[Any]
 
 
 def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str, listed: str) -> torch.dtype | None:
-    """The 16-bit dtype in which an op on these arguments is emulated; None if it is not."""
+    """Return the 16-bit dtype in which a call is emulated; None if it is not emulated."""
     tensors: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
@@ -335,7 +336,7 @@ def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str
     device, dtypes = tensors[0].device.type, {tensor.dtype for tensor in tensors}
     half = mode.half_of(tensors[0]) if listed in ("half", "wide") else None
     plain = half is None and not mode.config.native and not mode.plan.explicit and device in NATIVE
-    if plain and torch.is_autocast_enabled(device):  # the user's, in a scope without casts
+    if plain and torch.is_autocast_enabled(device):  # a torch.autocast block of user code, in a scope without casts
         half = torch.get_autocast_dtype(device)
     if half is None:
         dtype, fits = tensors[0].dtype, len(dtypes) == 1
@@ -345,14 +346,14 @@ def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str
     return dtype if fits and runs else None
 
 
-# ---- other calls that the mode has to see
+# ---- other calls that the mode must handle
 
 
 def unflatten(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call the function: Dynamo cannot follow ``super()`` in ``Tensor.unflatten`` in a function mode (torch 2.13)."""
+    """Replace ``Tensor.unflatten`` while Dynamo traces, which cannot follow its ``super()`` in a mode (torch 2.13)."""
     return (torch.unflatten if _is_dynamo_compiling() else func)(*args, **kwargs)
 
 
 def backward(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """A backward pass is not cast: its ops have the dtypes that forward chose."""
+    """Run a backward pass without native autocast: the forward pass chose the dtypes of its ops."""
     return without_native(mode, func, args, kwargs)

@@ -1,13 +1,16 @@
-"""The scopes in which a thread casts: native ``torch.autocast`` where torch has it, and on top of it a function mode if
-the op lists differ, or if products are emulated.
+"""The scopes in which a thread casts ops: with native ``torch.autocast`` if torch has it for the device, and with a
+function mode as well if the op lists differ from torch's or products are emulated.
 
-One casting (``OpCasting``) is current in a thread. Three things make it so, and the innermost decides:
+One casting (``OpCasting``) is current in a thread. It comes from one of three sources, the innermost of which decides:
 
-- a session of O1: the latest one of the process that is not over, outside of every model;
-- a model that was brought up at a level, while its ``forward`` runs;
-- the user, by an explicit scope (``with OpCasting(...)``): a model inside computes as the scope says.
+- an O1 session: the latest session of the process that is not over, outside every model;
+- a model that ``amp.initialize`` or ``amp.decorate`` cast, while its ``forward`` runs;
+- an explicit scope of user code (``with OpCasting(...)``): models called in the block compute under its casting.
 
-A session is over when its models and optimizers are gone. The next op or scope asks for that, and goes on without it.
+A session is over when Python has freed its models and optimizers. No call announces this: the next op or scope of each
+thread checks it. An op checks from within the function mode, when torch has taken the mode off its stack and will push
+it again, so ``Session.leave`` may change the settings of the mode but not the stack. ``join_session`` does the rest at
+the next scope: it removes the mode, restores native autocast and ``thread.outer``. Both halves must stay.
 """
 
 from __future__ import annotations
@@ -65,10 +68,10 @@ __all__ = [
 
 
 class OpCasting(CastingConfig, ContextDecorator):
-    """The casting of ops, and a scope in which it holds; thread-local, re-entrant.
+    """A casting of ops that is also a context manager; thread-local and re-entrant.
 
-    An inner scope replaces the outer one. Backward passes inside are not cast, and activation checkpoints made inside
-    recompute under the same lists.
+    An inner scope replaces the outer one. Backward passes within the block are not cast, and activation checkpoints
+    created in it recompute under the same lists.
     """
 
     def __enter__(self) -> OpCasting:
@@ -90,8 +93,8 @@ NO_CASTING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE)
 
 
 _ONLY_MEETING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE, meets=True)
-"""A scope in which only those ops are cast that torch has refused."""
-# The casting around the backward pass has reached already what runs later.
+"""A scope that casts only the arguments of ops that torch refused."""
+# The casting around the backward pass already holds the patches for code that runs later.
 NO_CASTING.by_call = _ONLY_MEETING.by_call = _ONLY_MEETING.reaches_later = True
 
 
@@ -99,31 +102,32 @@ NO_CASTING.by_call = _ONLY_MEETING.by_call = _ONLY_MEETING.reaches_later = True
 
 
 def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None, *, explicit: bool = False) -> Scope:
-    """Make a casting current: of a model while it runs, unless an explicit scope is around it, or in an explicit scope.
-
-    Returns the new scope.
+    """Open a scope, and make its casting current unless an explicit scope around a model decides.
 
     Args:
-        casting: one that is not enabled casts nothing, and may emulate.
-        owner: the object that will leave again.
+        casting: the casting; if it is not enabled, it casts nothing but may emulate.
+        owner: the object that will call ``leave``.
         frame: the frame of the call of the model; None for a ``with`` block.
-        explicit: True if it wins over explicit scopes around it.
+        explicit: True if the casting overrides explicit scopes around it.
+
+    Returns:
+        The new scope.
     """
     if casting.enabled and not explicit:
         join_session()
     elif thread.open or thread.traced:
         close_interrupted()
-    # The scope is in the list before anything changes: ``close_interrupted`` finds it after an interrupt in here.
+    # Add the scope to the list before anything changes, so that `close_interrupted` finds it after an interrupt here.
     scope, outer = Scope(owner, ENDED), thread.mode.frame
     thread.open.append(scope)
     if explicit or not (thread.explicit or (is_current(casting) and not is_recorded())):
-        # A torch.autocast of the user's around this is turned off, but for models that have no casts of their own.
+        # Turn off a user's torch.autocast around the scope, except for models that cast nothing themselves.
         mine = [] if casting.keeps_autocast else [d for d in casting.devices if d in NATIVE]
         scope.saved = save(dict.fromkeys((*casting.native, *thread.mode.config.native, *mine)))
         thread.mode.frame = ENDED
         if casting.enabled:
-            scope.patches = around_casts
-            around_casts.hold(scope)
+            scope.patches = autograd_patches
+            autograd_patches.hold(scope)
         if not casting.reaches_later:
             _reach_later(casting)
         set_current(casting, [device for device, _, _ in scope.saved.native])
@@ -133,22 +137,22 @@ def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None,
 
 
 def leave(owner: object) -> None:
-    """Put back what was current before the latest scope of an owner: its block has ended, or its model has run."""
+    """Close the latest scope of an owner, whose block has ended or whose model has run, and restore the outer state."""
     if close(owner):
         if not thread.open and (sessions or thread.session is not None):
             join_session()
-    elif thread.traced:  # it was entered in compiled code, before a graph break
+    elif thread.traced:  # compiled code entered the scope before a graph break
         leave_traced()
 
 
 def active_casting() -> OpCasting | None:
-    """The current casting of this thread, or None if nothing is cast."""
+    """Return the current casting of this thread, or None if nothing is cast."""
     current = thread.mode.config
     return current if isinstance(current, OpCasting) and current.enabled else None
 
 
 def disable_casts() -> AbstractContextManager[Any]:
-    """A scope or decorator without op casting, in this thread; exceptions and nesting leave it as they found it."""
+    """Return a context manager or decorator that turns op casting off in this thread; it may be nested."""
     return OpCasting(None, enabled=False)
 
 
@@ -156,12 +160,12 @@ def disable_casts() -> AbstractContextManager[Any]:
 
 
 class Session:
-    """Casts in the whole process, outside of models, as Apex had them: what O1 and its handle do.
+    """Op casting in the whole process outside models, as Apex has it at O1 and for its handle.
 
     Args:
         casting: the casting of ops.
-        owners: models and optimizers, held weakly. The session is over when all of them are gone; without any it ends
-            by ``end_session``.
+        owners: models and optimizers, to which the session keeps weak references. The session is over when Python has
+            freed all of them; a session without owners lasts until ``end_session``.
     """
 
     def __init__(self, casting: CastingConfig, owners: Iterable[object] = ()) -> None:
@@ -169,67 +173,69 @@ class Session:
         self.owners: list[Callable[[], object]] = [weakref.ref(owner) for owner in owners] or [lambda: self]
 
     def is_over(self) -> bool:
-        """True if all owners are gone."""
+        """True if Python has freed all owners, or ``end_session`` has removed them."""
         if self.owners and self.owners[0]() is None:
             self.owners = [owner for owner in self.owners if owner() is not None]
         return not self.owners
 
     def leave(self) -> None:
-        """An op of this thread has found that the session is over: the next session is current, or nothing.
+        """Switch this thread to the next session, or to no casting, in an op that found this session over.
 
-        The mode runs the op, so it cannot be taken off torch's stack. A ``torch.autocast`` block of the user's that is
-        around the op has native autocast as it should be. ``join_session`` does the rest.
+        The mode is running the op, so torch pushes it again after the op and it cannot be removed here. A user's
+        ``torch.autocast`` block around the op owns native autocast, which therefore remains as it is. ``join_session``
+        does the rest when no op runs.
         """
         following = next((session for session in reversed(sessions) if not session.is_over()), None)
         if following is not None and not in_autocast():
             _join(following, in_op=True)
             return
         set_current(NOTHING, (), in_op=True)
-        if thread.before is not None and not in_autocast():
-            set_native(thread.before.native)
+        if thread.outer is not None and not in_autocast():
+            set_native(thread.outer.native)
 
 
 sessions: list[Session] = []
-"""The sessions that were not found to be over, the latest last."""
+"""The sessions that have not been found to be over, the latest last."""
 
 
 def _latest_session() -> Session | None:
-    """The latest session that is not over, or None. Torch's own functions are put back if there is none."""
+    """Return the latest session that is not over, or None; sessions that are over release torch's functions."""
     for session in [session for session in sessions if session.is_over()]:
         if session in sessions:
             sessions.remove(session)
-        around_casts.release(session)
+        autograd_patches.release(session)
     return sessions[-1] if sessions else None
 
 
 def session_casting() -> CastingConfig | None:
-    """The casting of the latest session, or None."""
+    """Return the casting of the latest session, or None."""
     return getattr(_latest_session(), "casting", None)
 
 
 def begin_session(casting: OpCasting, owners: Iterable[object] = ()) -> None:
-    """Cast ops in the whole process from now on: in this thread at once, in others when they run an O1 model.
+    """Cast ops in the whole process from now on: in this thread at once, in other threads when they run an O1 model.
 
     Args:
-        casting: the casting; the latest session decides, and a session that casts goes before sessions that do not.
+        casting: the casting. The latest session decides, and a session that casts takes precedence over sessions that
+            do not.
         owners: see ``Session``.
     """
     session = Session(casting, owners)
     if casting.enabled:
-        around_casts.hold(session)
+        autograd_patches.hold(session)
     sessions.insert(len(sessions) if casting.enabled else 0, session)
     join_session()
 
 
 def keep_session(casting: OpCasting, owner: object) -> None:
-    """Let the session with this very casting last as long as an owner more, if it is not over."""
+    """Add an owner to the session with this very casting, unless the session is over."""
     for session in sessions:
         if session.casting is casting and not session.is_over():
             session.owners = [*session.owners, weakref.ref(owner)]
 
 
 def end_session(casting: OpCasting | None = None) -> None:
-    """End the session with this very casting, or all; the one before is current again."""
+    """End the session with this very casting, or all sessions; the previous session becomes current again."""
     for session in sessions:
         if casting in (None, session.casting):
             session.owners = []
@@ -237,15 +243,15 @@ def end_session(casting: OpCasting | None = None) -> None:
 
 
 def deactivate() -> None:
-    """End all casting in the whole process; this thread gets back what it had before.
+    """End every session of the process, and restore the state that this thread had before it joined one.
 
-    Models that were brought up at O1 still compute by their level; what is outside of them is not cast any more.
+    Models initialized at O1 still cast the ops of their ``forward``; ops outside them are no longer cast.
     """
     end_session()
 
 
 def moved_to(device_type: str, casting: OpCasting) -> OpCasting:
-    """The casting of a model that has moved to another type of device; a session with this casting follows."""
+    """Return a casting that also covers a device type, for a model moved there; a session with it switches as well."""
     new = OpCasting(**{**casting.settings, "devices": {*casting.devices, device_type}})
     for session in sessions:
         if session.casting is casting:
@@ -255,9 +261,9 @@ def moved_to(device_type: str, casting: OpCasting) -> OpCasting:
 
 
 def join_session() -> None:
-    """Make the casting of the latest session current in this thread: every O1 model calls this before its forward.
+    """Make the casting of the latest session current in this thread; every O1 model calls this before its forward.
 
-    Inside of a scope nothing changes; the thread joins when the scope is left.
+    Within a scope nothing changes: the thread joins when it leaves the scope.
     """
     if torch.compiler.is_dynamo_compiling():
         return
@@ -268,68 +274,69 @@ def join_session() -> None:
     if joined or thread.open or thread.traced:
         return
     if thread.mode.is_needed and thread.mode not in function_modes():
-        return  # the mode runs an op, after which it is on torch's stack again
+        return  # the mode is running an op, after which torch pushes it again
     if thread.session is not None and thread.session.is_over() and in_autocast():
-        return  # native autocast is the user's until that block ends
+        return  # the user's torch.autocast block owns native autocast until it ends
     if latest is not None:
         _join(latest)
-    elif thread.before is not None:  # as it was before the thread joined its first session
-        restore(thread.before)
-        thread.session = thread.before = None
+    elif thread.outer is not None:
+        restore(thread.outer)
+        thread.session = thread.outer = None
 
 
 def _join(session: Session, *, in_op: bool = False) -> None:
-    """Make the casting of a session current in this thread; ``in_op`` as of ``set_current``."""
+    """Make the casting of a session current in this thread; see ``set_current`` for ``in_op``."""
     native = session.casting.native
     if not session.casting.reaches_later:
         _reach_later(session.casting)
-    before = thread.before = thread.before or save(native)
-    set_native(before.native)
-    known = [device for device, _, _ in before.native]
-    before.native.extend(save(device for device in native if device not in known).native)
+    outer = thread.outer = thread.outer or save(native)
+    set_native(outer.native)
+    saved_devices = [device for device, _, _ in outer.native]
+    outer.native.extend(save(device for device in native if device not in saved_devices).native)
     set_current(session.casting, native, session, in_op=in_op)
     thread.session = session
 
 
-# ---- functions of torch that have wrappers while a casting is current anywhere
+# ---- torch functions that are replaced while any thread casts
 
 
 def _uncast(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass without casts: its ops have the dtypes that forward chose."""
+    """Wrap autograd's engine so that it runs without casts: the forward pass chose the dtypes of its ops."""
 
     @functools.wraps(run_backward)
     def uncast(*args: Any, **kwargs: Any) -> Any:
         _latest_session()
         clear_cache()
-        with _ONLY_MEETING:  # in the Python code of users' autograd functions and hooks
+        with _ONLY_MEETING:  # for Python code that autograd calls: users' autograd functions and hooks
             return run_backward(*args, **kwargs)
 
     return uncast
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a step of any optimizer without casts, and a closure given to it under the casts that are current now.
+    """Turn casts off for the step of any optimizer, and bind its closure to the casting that is current now.
 
-    Nothing in here asks whether a session is over: torch goes through its hooks, and this is one that would be removed.
+    Do not call ``_latest_session`` here: it may remove this hook while torch iterates over the hooks.
     """
     if torch.compiler.is_dynamo_compiling() or active_casting() is None:
         return None
     args = tuple(_remember(each) if callable(each) else each for each in args)
     if kwargs.get("closure") is not None:
         kwargs = {**kwargs, "closure": _remember(kwargs["closure"])}
-    enter(NO_CASTING, optimizer, sys._getframe(1), explicit=True)  # a step that fails has no second hook
+    # Torch does not call `_after_step` if the step fails; the frame tells `close_interrupted` that it has ended.
+    enter(NO_CASTING, optimizer, sys._getframe(1), explicit=True)
     return args, kwargs
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Put back the casts, and forget the casts of weights: a fused step writes to weights without a new version."""
+    """Restore the casting, and clear cached weights: a fused step updates weights without changing their version."""
     if not torch.compiler.is_dynamo_compiling():
         close(optimizer)
         clear_cache()
 
 
 def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs under the casting that is current now, for a checkpoint that recomputes it later."""
+    """Bind a function to the casting that is current now, for a checkpoint that recomputes it later."""
     casting, explicit = thread.mode.config, thread.explicit
     if casting is NOTHING:
         return function
@@ -342,7 +349,7 @@ def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
         owner = object()
         enter(casting, owner, explicit=True)
         thread.explicit = explicit
-        set_native(native)  # the user may have turned it off, or to another dtype, inside
+        set_native(native)  # user code may have changed native autocast within the scope
         try:
             return function(*args, **kwargs)
         finally:
@@ -351,28 +358,29 @@ def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
     return remembering
 
 
-around_casts = Patches(
+autograd_patches = Patches(
     {
         ("torch.autograd", "_engine_run_backward"): _uncast,
-        ("torch._functorch.config", "backward_pass_autocast"): lambda own: "off",  # or it casts there what forward did
+        # Otherwise a compiled backward pass runs under the autocast of its forward pass.
+        ("torch._functorch.config", "backward_pass_autocast"): lambda own: "off",
     },
     {register_optimizer_step_pre_hook: _before_step, register_optimizer_step_post_hook: _after_step},
 )
-"""Held while ops are cast: a backward pass and a step run without casts."""
+"""Torch's functions for backward passes and steps, which run without casts; held while ops are cast."""
 
-around_recomputation = Patches(
+checkpoint_patches = Patches(
     {
         ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator"): changing_first(_remember),
-        ("torch.autograd.function:Function", "apply"): functools.partial(with_inputs_cast, _remember, around_casts),
+        ("torch.autograd.function:Function", "apply"): functools.partial(with_inputs_cast, _remember, autograd_patches),
         ("torch.nn.parallel.data_parallel", "parallel_apply"): changing_first(lambda ms: [_remember(m) for m in ms]),
     }
 )
-"""Functions of torch that run user code later or in another thread, and keep the casting of this moment. Each casting
-that was in force holds these for as long as it exists: a model may begin to use checkpoints in any pass, and each pass
-would pay for putting them on and off."""
+"""Torch's functions that run user code later or in another thread, and now bind it to the current casting. A casting
+that was current once holds these replacements as long as it exists, because a model may begin to use checkpoints in any
+pass, and installing them in each pass would cost time."""
 
 
 def _reach_later(casting: CastingConfig) -> None:
-    """Have what is recomputed, and other threads, follow a casting, until it is gone."""
+    """Make checkpoints and other threads follow a casting for as long as the casting exists."""
     casting.reaches_later = True
-    around_recomputation.hold_while(casting)
+    checkpoint_patches.hold_while(casting)

@@ -1,7 +1,7 @@
-"""Functions of the user's own, whose arguments are cast while op casting is on.
+"""Casts for the arguments of user functions while op casting is on, as decorators and registrations.
 
-A decorator makes a new function. A registration replaces an attribute of a module or class by a wrapper. All
-registrations of one attribute share the wrapper, so that they can be undone in any order.
+A decorator returns a new function. A registration replaces an attribute of a module or class with a wrapper. All
+registrations of an attribute share one wrapper, so that user code can remove them in any order.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _RULES: dict[str, Callable[..., Any]] = {"half": rules.to_half, "float": rules.t
 
 
 def half_function(function: F) -> F:
-    """A function whose floating tensor arguments become 16-bit while op casting is on.
+    """Wrap a function so that its floating tensor arguments are cast to 16 bits while op casting is on.
 
-    Tensors inside lists, tuples and dicts are cast too; float64 and integers are not. Without op casting, and inside
-    ``amp.disable_casts()``, the function is called as it is. Works as a decorator.
+    Tensors in lists, tuples and dicts are cast as well; float64 and integer tensors are not. Without op casting, and in
+    ``amp.disable_casts()``, the function gets its arguments unchanged. Works as a decorator.
 
     Source: Apex, ``amp.half_function``.
     """
@@ -43,12 +43,12 @@ def half_function(function: F) -> F:
 
 
 def float_function(function: F) -> F:
-    """A function whose 16-bit tensor arguments become fp32 while op casting is on; see ``half_function``."""
+    """Wrap a function so that its 16-bit tensor arguments are cast to fp32; see ``half_function``."""
     return _wrap(function, "float")
 
 
 def promote_function(function: F) -> F:
-    """A function whose floating tensor arguments become the widest dtype among them; see ``half_function``."""
+    """Wrap a function so that its floating tensor arguments are cast to their widest dtype; see ``half_function``."""
     return _wrap(function, "promote")
 
 
@@ -56,15 +56,15 @@ def register_half_function(module: Any, name: str) -> Registration:
     """Treat ``module.name`` as if it were decorated with ``half_function``, from now on.
 
     Args:
-        module: a module, class, or any object with attributes; of torch too.
-        name: the attribute, a function or method.
+        module: a module, class, or any object with attributes, including torch's modules.
+        name: the name of the attribute, a function or method.
 
     Returns:
-        The registration, whose ``remove()`` undoes it. The latest registration of one attribute is in force.
+        The registration, whose ``remove()`` undoes it. The latest registration of an attribute decides.
 
     Raises:
-        ArgumentValueError: if there is no such attribute.
-        ArgumentTypeError: if it cannot be called.
+        ArgumentValueError: if ``module`` has no such attribute.
+        ArgumentTypeError: if the attribute is not callable.
     """
     return Registration(module, name, "half")
 
@@ -98,7 +98,7 @@ def _wrap(function: F, rule: str) -> F:
 
 
 class _Attribute:
-    """One attribute of an owner with registrations on it. Its wrapper knows it, so the next registration finds it."""
+    """An attribute with registrations; its wrapper refers to this object, so that later registrations find it."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner = owner
@@ -111,7 +111,7 @@ class _Attribute:
         is_torch_op = function in spellings() if getattr(function, "__hash__", None) else False
 
         def function_without_lists(*args: Any, **kwargs: Any) -> Any:
-            with NO_CASTING:  # the user's rule decides, and not the op lists
+            with NO_CASTING:  # the registration decides, not the op lists
                 return function(*args, **kwargs)
 
         @functools.wraps(inner)
@@ -127,7 +127,7 @@ _ABSENT: Any = object()
 
 
 class Registration:
-    """One call of ``register_*_function``. ``remove()`` undoes it; it is also a context manager that does so."""
+    """A registration by ``register_*_function``, undone by ``remove()`` or at the end of a ``with`` block."""
 
     def __init__(self, module: Any, name: str, rule: str) -> None:
         if not hasattr(module, name):
@@ -135,11 +135,11 @@ class Registration:
             raise ArgumentValueError(f"No function named {name} in {where}; nothing was registered.")
         function = getattr(module, name)
         if not callable(function):
-            raise ArgumentTypeError(f"{name} of {module!r} is no function: {function!r}.")
+            raise ArgumentTypeError(f"{name} of {module!r} is not callable: {function!r}.")
         self.rule = rule
-        known: Any = getattr(getattr(function, "__func__", function), "attribute", None)
-        same = isinstance(known, _Attribute) and known.owner is module and known.name == name
-        self._attribute: _Attribute = known if same else _Attribute(module, name)
+        found: Any = getattr(getattr(function, "__func__", function), "attribute", None)
+        same = isinstance(found, _Attribute) and found.owner is module and found.name == name
+        self._attribute: _Attribute = found if same else _Attribute(module, name)
         self._attribute.rules.append(self)
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""16-bit casts of fp32 weights, made once in a call of the outermost model, or in a block."""
+"""The cache of 16-bit weights: each fp32 weight is cast once per call of the outermost model, or per block."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from .operands import MIN_ELEMENTS, Kept, Operand
 __all__ = ["WeightCache"]
 
 _Key = tuple[int, bool]
-"""The identity of the weight, and whether the copy is widened again."""
+"""The ``id`` of the weight, and True if its copy is widened to fp32 again."""
 
 _Entry = tuple[int, int, torch.dtype, bool, bool, "torch.Tensor | Operand", "weakref.ref[torch.Tensor]"]
-"""The version and address of the weight when it was cast, the dtype, whether the copy has a gradient function, whether
-it was made in inference mode, the copy, and the weak reference that drops the entry with the weight."""
+"""The version and address of the weight at the cast, the dtype, True if the copy has a ``grad_fn``, True if it is an
+inference tensor, the copy, and the weak reference that removes the entry when Python frees the weight."""
 
 _MOST = 4096
-"""The number of entries at which all are forgotten: the graph of a cast keeps alive a weight that has no other
-holder."""
+"""The number of entries at which the cache is cleared: the graph of a cast keeps its weight alive, even if user code no
+longer refers to it."""
 
 _is_grad_enabled = torch.is_grad_enabled
 
 
 class WeightCache:
-    """The 16-bit casts of leaf tensors, in one thread.
+    """The 16-bit casts of leaf tensors in one thread.
 
-    A cast is kept while a scope is open: during a call of the outermost model, or during an outermost block. It is
-    forgotten at the end of that scope, before a backward pass and after a step. So no way of writing to a weight
-    between two calls has to be noticed. Meanwhile a cast is good for one version of the weight and one address: a
-    weight that was written in place, or that got other memory, is cast anew. An entry lives no longer than its weight.
+    The cache holds casts while a scope is open: a call of the outermost model, or an outermost block. It is cleared at
+    the end of the scope, before a backward pass and after a step. So it need not detect the ways in which user code
+    writes to weights between two calls. Within a scope a cast is valid for one version and one address of the weight: a
+    weight that was written in place, or that got new memory, is cast again. Entries do not outlive their weights.
 
-    Under ``no_grad`` any cast is good; with gradients on, only one that autograd follows back to the weight. Nothing is
-    kept while operations are recorded (tracing, ``make_fx``, ``torch.func``), for a kept tensor would be recorded as a
-    constant.
+    Under ``no_grad`` any cast is valid; with gradients on, only a cast through which autograd reaches the weight. The
+    cache stores nothing while ops are recorded (tracing, ``make_fx``, ``torch.func``), because the recorder would treat
+    a cached tensor as a constant.
 
     Args:
         scopes: the open scopes of the thread.
 
     Attributes:
-        clear: forgets every cast.
-        casts: number of casts made.
+        clear: removes every cast.
+        casts: the number of casts made.
     """
 
     def __init__(self, scopes: Sequence[object]) -> None:
@@ -58,13 +58,13 @@ class WeightCache:
     def cast(
         self, weight: torch.Tensor, dtype: torch.dtype, wide: bool = False, kept: Kept | None = None
     ) -> torch.Tensor:
-        """The weight in ``dtype``, as it was cast before if the weight has not changed.
+        """Return a weight in ``dtype``, from the cache if the weight has not changed.
 
         Args:
             weight: a leaf.
             dtype: torch.float16 or torch.bfloat16.
-            wide: give the rounded numbers in fp32, for emulated products.
-            kept: gets the operand of the product that reads them; None keeps them in fp32.
+            wide: True to return the rounded values in fp32, for emulated products.
+            kept: the dictionary that gets the operand of an emulated product; None caches the fp32 tensor instead.
         """
         key, entries = (id(weight), wide), self._entries
         recording = (dispatch_mode_count() and has_recording_mode()) or jit_tracing_state()

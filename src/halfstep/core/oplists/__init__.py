@@ -1,4 +1,4 @@
-"""The precision of each op: the tables, the names of ops, and the user's choice of lists as a value."""
+"""The precision of each op: the table of ops, the names of ops, and the op lists that a user chooses."""
 
 from .entries import Entry, entries
 from .names import resolve

@@ -1,11 +1,11 @@
-"""The dtype that an op reads its tensors in, and the dtype of its result. Every kind of casting asks for them here.
+"""The dtype in which an op reads its tensors, and the dtype of its result, for every kind of casting.
 
-There are four callers. Eager op casting asks when it builds the table of its rules (``casting.rule_table``), so that a
-call costs nothing more. A call that torch has refused, and one that is recorded and runs later, ask for ops of models
-that have no lists (``casting.meeting``). The pass over captured graphs asks for each node (``graph.cast_pass``). Each
-caller carries out the answer in its own way.
+There are four callers. Eager op casting uses these functions when it builds its table of rules
+(``casting.rule_table``), so that they cost nothing per call. Retries of refused calls, and recorded calls that run
+later, use them for ops of models without op lists (``casting.meeting``). The pass over captured graphs uses them for
+each node (``graph.cast_pass``). Each caller carries out the answer in its own way.
 
-All four also ask about each call that has a number which 16 bits do not have (``needs_fp32``).
+All four also check each call for numbers outside the range of 16 bits (``needs_fp32``).
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ __all__ = ["ANY", "FIRST", "FLOAT", "HALF", "WIDEST", "dtypes", "needs_fp32", "n
 
 HALF, FLOAT, WIDEST, FIRST, ANY = "half", "float", "widest", "first", "any"
 """The dtypes in which a call reads its fp32 and 16-bit tensors: 16 bits, fp32, the widest of their dtypes, the dtype of
-the first tensor, or the dtype that each has."""
+the first tensor, or each in its own dtype."""
 
 _MOST = 65_504
-"""The number of ones whose sum float16 still has."""
+"""The largest number of ones whose sum is finite in float16."""
 
 
 def read_in(op: Op, in_place: bool = False) -> str:
     """Return the dtype in which an op reads its fp32 and 16-bit tensors.
 
     Args:
-        op: the row of the op in the lists in force; see ``OpLists.row``.
-        in_place: True for the form that writes to its first tensor. ``FLOAT`` means then that it may not write to 16
-            bits.
+        op: the row of the op in the current lists; see ``OpLists.row``.
+        in_place: True for the in-place form. ``FLOAT`` then means that the op must not write to a 16-bit tensor.
     """
     if in_place:
         if op.list in ("float", "banned") and op.in_place != "moves":
@@ -53,12 +52,12 @@ def dtypes(op: Op, given: Sequence[str], in_place: bool = False) -> tuple[str, s
     """Return the dtype in which one call reads its fp32 and 16-bit tensors, and the dtype of its result.
 
     Args:
-        op: as of ``read_in``.
-        given: the precision of each tensor as it is given, ``HALF`` or ``FLOAT``; at least one.
-        in_place: as of ``read_in``.
+        op: see ``read_in``.
+        given: the precision of each tensor argument, ``HALF`` or ``FLOAT``; at least one.
+        in_place: see ``read_in``.
 
     Returns:
-        ``HALF``, ``FLOAT`` or, where torch takes them as they are, ``ANY``; and ``HALF`` or ``FLOAT``.
+        ``HALF``, ``FLOAT`` or, if torch accepts the tensors as they are, ``ANY``; and ``HALF`` or ``FLOAT``.
     """
     first, widest = given[0], FLOAT if FLOAT in given else HALF
     read = {WIDEST: widest, FIRST: first}.get(read := read_in(op, in_place), read)
@@ -69,20 +68,21 @@ def dtypes(op: Op, given: Sequence[str], in_place: bool = False) -> tuple[str, s
 
 
 def refused_row(op: Op, in_place: bool) -> Op:
-    """The row of an op in a model that has no lists, where only calls are cast that torch refuses.
+    """Return the row of an op in a model without op lists, in which only calls that torch refuses are cast.
 
-    A product is computed in 16 bits there, as everywhere, and an op in place keeps the dtype of its tensor.
+    Products still compute in 16 bits, and an in-place op keeps the dtype of its tensor.
     """
     return op._replace(list="free") if in_place else op
 
 
 @functools.cache
 def numbers_kind(op: Op) -> str:
-    """The ``numbers`` of a row as the lists in force have it, or "" if a list decides.
+    """Return the ``numbers`` of a row in the current lists, or "" if a list decides.
 
-    An op on a white list keeps its 16 bits, the user's list or the level's: the list was written for that. The levels
-    list ``matmul`` and ``einsum`` for their matrix products, and a sum of these is widened as ``sum`` is. An op whose
-    row says nothing has "number" if it takes Python numbers. Products add in fp32.
+    An op on a white list, the user's or the level's, stays in 16 bits, because that is the purpose of the list. But
+    the levels list ``matmul`` and ``einsum`` for their matrix products, so a call of these that computes a sum is
+    widened like ``sum``. An op whose row has no entry gets "number" if it takes Python numbers; products do not,
+    because they accumulate in fp32.
     """
     if op.list in ("half", "wide"):
         kept = ("mask",) if op.reason in ("custom", "default") else ("mask", "product")
@@ -91,14 +91,15 @@ def numbers_kind(op: Op) -> str:
 
 
 def needs_fp32(kind: str, half: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-    """True if a call of an op that is not in place computes and returns fp32, because 16 bits do not have its numbers.
+    """True if an out-of-place call computes and returns fp32, because its numbers are out of range in 16 bits.
 
     Args:
-        kind: the ``numbers_kind`` of its row, which is asked for once: this runs where a compiler traces.
+        kind: the ``numbers_kind`` of the op's row, which the caller looks up once because compilers trace this
+            function.
         half: the 16-bit dtype that the call reads.
         args: the arguments of the call.
         kwargs: the keyword arguments of the call.
-        result: the result of the call in 16 bits, of which only the shape is read, and for "product" alone.
+        result: the result of the call in 16 bits; only "product" reads it, and only its shape.
     """
     if kind in ("number", "bound"):
         return any(_is_lost(each, half, kind == "bound") for each in (*args, *kwargs.values()))
@@ -110,7 +111,7 @@ def needs_fp32(kind: str, half: torch.dtype, args: Sequence[Any], kwargs: Mappin
 
 
 def _is_lost(number: Any, half: torch.dtype, bound: bool) -> bool:
-    """True if a Python number becomes 0 or infinite in 16 bits and is not before, or a bound becomes 1 or -1."""
+    """True if rounding to 16 bits turns a nonzero finite number into 0 or infinity, or a bound into 1 or -1."""
     if not isinstance(number, (int, float)):
         return isinstance(number, complex)
     info, size = torch.finfo(half), abs(number)
@@ -119,7 +120,7 @@ def _is_lost(number: Any, half: torch.dtype, bound: bool) -> bool:
 
 
 def _is_large(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if a sum gives one number, or if each result adds so many that a sum of ones overflows float16."""
+    """True if a sum has one result, or adds so many elements per result that a sum of ones overflows float16."""
     first: Any = args[0] if args else kwargs.get("input")
     dim: Any = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
     dims = (dim,) if isinstance(dim, (int, str)) else dim
@@ -127,9 +128,9 @@ def _is_large(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_sum(args: Sequence[Any], result: torch.Tensor) -> bool:
-    """True if a product gives one number, or adds so many products of elements in the same place, as Dice losses do.
+    """True if a product has one result, or is an elementwise product with a long sum, as in Dice losses.
 
-    The tensors of such an einsum have every index of its result. In a matrix product each lacks some.
+    In such an einsum every operand has all indices of the result; in a matrix product each operand lacks some.
     """
     if not result.dim() or not args or not isinstance(args[0], str):
         return not result.dim()

@@ -1,4 +1,4 @@
-"""The op lists as rows to print: one for each op, with its rule and the reason."""
+"""The op lists as rows to print: one row per op, with its rule and the reason."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ __all__ = ["Entry", "entries"]
 
 
 class Entry(NamedTuple):
-    """The rule of one op, and why."""
+    """The rule of one op, and the reason for it."""
 
     op: str
     """The canonical name, which is torch's own in ATen: ``softmax``, ``linalg_norm``, ``fft_rfft``."""
     rule: str
     """A key of ``RULES``."""
     reason: str
-    """In a word; empty for an op on no list."""
+    """The reason for the rule, in one word; empty for an op on no list."""
     native: str
-    """The rule that ``torch.autocast`` has for it on the device asked about, "free" if none."""
+    """The rule of ``torch.autocast`` for the op on the requested device, "free" if none."""
     kernels: str = "all"
     """The 16-bit kernels that torch has on a CPU: "all", "none", "wrong" or "one"; see ``tables.Op``."""
 
 
 def entries(ops: Iterable[object] = (), *, lists: OpLists | None = None, device: str = "cpu") -> list[Entry]:
-    """The rule of each op, in the order of the lists: half, float, promote, sequence-promote, banned.
+    """Return the rule of each op, in the order of the lists: half, float, promote, sequence-promote, banned.
 
     Args:
-        ops: names or torch functions to ask about; none means every public name on a list.
-        lists: a choice of lists; None means the lists of opt level O1.
+        ops: names or torch functions to look up; if empty, every public op on a list.
+        lists: the op lists; None means the lists of opt level O1.
         device: "cpu" or "cuda", for ``native``.
 
     Raises:
-        ArgumentValueError: for a name that no op has.
+        ArgumentValueError: for an unknown name.
     """
     ops, chosen = list(ops), lists or OpLists.default()
     names = [name for op in ops for name in resolve(op)]

@@ -1,4 +1,4 @@
-"""The names of ops, as torch, Paddle and users write them, and every callable of torch that computes an op."""
+"""The names of ops, as torch, Paddle and users write them, and the torch callables that compute each op."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .tables import OF_TORCHVISION, OPS, paddle, pairs, row_of, words
 __all__ = ["Spelling", "computes", "dispatcher_spellings", "known_names", "resolve", "spellings", "takes_number"]
 
 Spelling = tuple[str, bool]
-"""The canonical name that a callable computes, and whether it writes into its first argument."""
+"""The canonical name of the op that a callable computes, and True if the callable writes to its first argument."""
 
 _LISTED = frozenset(op.name for op in OPS.values() if op.list != "free")
 
@@ -58,25 +58,25 @@ _CALLABLES = (types.BuiltinFunctionType, types.FunctionType, types.MethodDescrip
 
 @functools.cache
 def _aten() -> frozenset[str]:
-    """The base names of all ATen ops."""
+    """Return the base names of all ATen ops."""
     return frozenset(name[6:].partition(".")[0] for name in all_op_names() if name.startswith("aten::"))
 
 
 @functools.cache
 def _composites() -> frozenset[str]:
-    """Functions in Python that torch offers to function modes, such as ``gumbel_softmax``."""
+    """Return the names of Python functions that torch passes to function modes, such as ``gumbel_softmax``."""
     spaces, found = (torch.nn.functional, torch.functional), get_overridable_functions()
     return frozenset(f.__name__ for space in spaces for f in found.get(space, ()))
 
 
 @functools.cache
 def known_names() -> frozenset[str]:
-    """Every canonical name that an op list may hold."""
+    """Return every canonical name that an op list may contain."""
     return frozenset(name for name in _aten() | _composites() | _LISTED if not name.endswith(("_", "_backward")))
 
 
 def _canonical(name: str) -> Spelling | None:
-    """The op behind the bare name of a function, and whether it is the in-place form."""
+    """Return the op that a bare function name means, and True if it names the in-place form; None for no op."""
     name = _OPERATORS.get(name, name)
     inplace = name.endswith("_") and not name.endswith("__")
     base = name[:-1] if inplace else name
@@ -96,12 +96,12 @@ def _attributes() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 @functools.cache
 def spellings() -> dict[Callable[..., Any], Spelling]:
-    """Every callable of torch that computes an op: functions, methods, operators and their private forms in C++."""
+    """Return every torch callable that computes an op: functions, methods, operators and their private C++ forms."""
     found: dict[Callable[..., Any], Spelling] = {}
     for name, value in _attributes():
         if (spelling := _canonical(name)) is not None:
             found.setdefault(value, spelling)
-    # Under torch.export with strict=True a mode is given these functions instead of the methods of Tensor.
+    # Under torch.export(strict=True) a mode gets these functions instead of the methods of Tensor.
     for name in ("add", "sub", "mul", "matmul", "pow", "truediv", "mod", "eq", "ne", "ge", "gt", "le", "lt"):
         for prefix in ("", "i"):
             if (spelling := _canonical(f"__{prefix}{name}__")) is not None and hasattr(operator, prefix + name):
@@ -111,24 +111,25 @@ def spellings() -> dict[Callable[..., Any], Spelling]:
 
 @functools.cache
 def dispatcher_spellings() -> dict[str, Spelling]:
-    """The same for the names of torch's dispatcher: ``"aten::mm"``."""
+    """Return the spelling of each name in torch's dispatcher, such as ``"aten::mm"``."""
     found = {f"aten::{name}": spelling for name in _aten() if (spelling := _canonical(name)) is not None}
     return found | {"torch_attn::_varlen_attn": ("varlen_attn", False)}
 
 
 def resolve(op: object) -> tuple[str, ...]:
-    """The canonical names that one entry of an op list means. A name of Paddle's can stand for several torch ops.
+    """Return the canonical names that an entry of an op list means. A Paddle name may mean several torch ops.
 
     Args:
         op: a torch callable (``torch.softmax``, ``torch.nn.functional.softmax``, ``torch.Tensor.softmax``), or a name:
-            "softmax", "F.softmax", "torch.nn.functional.softmax", "aten::softmax.int", or Paddle's, "reduce_sum".
+            "softmax", "F.softmax", "torch.nn.functional.softmax", "aten::softmax.int", or Paddle's "reduce_sum".
 
     Returns:
-        The names; none for an op of Paddle's that is given the dtype of its result, such as "cast".
+        The names; empty for a Paddle op whose result dtype is an argument, such as "cast".
 
     Raises:
-        ArgumentValueError: for a name no op has, with the nearest ones, or a callable that is no op of torch.
-        ArgumentTypeError: for anything else.
+        ArgumentValueError: for an unknown name (the error suggests the nearest names), or for a callable that is not an
+            op of torch.
+        ArgumentTypeError: if ``op`` is neither a name nor a callable.
     """
     if isinstance(op, str):
         name = op.strip()
@@ -146,15 +147,15 @@ def resolve(op: object) -> tuple[str, ...]:
         if name in OF_TORCHVISION:
             theirs = OF_TORCHVISION[name]
             raise ArgumentValueError(
-                f"{op!r} is no op of torch, but of torchvision. Take it off the list and use "
+                f"{op!r} is an op of torchvision, not of torch. Remove it from the list and use "
                 f"amp.register_float_function(torchvision.ops, {theirs!r}) or amp.register_half_function."
             )
         names = known_names() | paddle().keys()
         nearest = difflib.get_close_matches(name.lower(), sorted(n for n in names if n[0] != "_"), n=3, cutoff=0.5)
         hint = f" Did you mean {', '.join(map(repr, nearest))}?" if nearest else ""
         raise ArgumentValueError(
-            f"{op!r} is no op of torch or Paddle.{hint} Write it as in torch, 'softmax', 'torch.nn.functional.softmax' "
-            "or 'aten::softmax', or pass the torch function itself."
+            f"{op!r} is not an op of torch or Paddle.{hint} Write it as in torch, 'softmax', "
+            "'torch.nn.functional.softmax' or 'aten::softmax', or pass the torch function itself."
         )
     if isinstance(op, (OpOverload, OpOverloadPacket)):
         return resolve(str(getattr(op, "overloadpacket", op)))
@@ -165,11 +166,11 @@ def resolve(op: object) -> tuple[str, ...]:
             found = None
         if found is None:
             raise ArgumentValueError(
-                f"{op!r} is no op of torch; functions of your own are cast by amp.half_function, amp.float_function "
-                "and amp.promote_function."
+                f"{op!r} is not an op of torch; to cast your own functions, use amp.half_function, amp.float_function "
+                "or amp.promote_function."
             )
         return (found[0],)
-    raise ArgumentTypeError(f"an op is given by its name or as a torch function, not as {op!r}.")
+    raise ArgumentTypeError(f"op must be a name or a torch function, not {op!r}.")
 
 
 _INTERNAL_PREFIXES = tuple(words("_ is_ sym_ quantize to_ sparse_ mkldnn_ miopen_ fbgemm_ fake_quantize_ empty_"))
@@ -178,7 +179,7 @@ _TENSORS = ("Tensor", "Tensor[]")
 
 @functools.cache
 def computes(name: str) -> bool:
-    """True if an op computes new values from its inputs. Views, factories and conversions do not."""
+    """True if an op computes new values from its inputs, unlike views, factories and conversions."""
     if name in _LISTED:
         return True
     if row_of(name).result == "given" or name not in known_names() or name.startswith(_INTERNAL_PREFIXES):
@@ -188,7 +189,7 @@ def computes(name: str) -> bool:
 
 @functools.cache
 def takes_number(name: str) -> bool:
-    """True if an op computes with a Python number beside a tensor."""
+    """True if an op computes with a Python number and a tensor."""
     texts = map(str, schemas_of_op(f"aten::{name}")) if computes(name) else ()
     return any("Tensor " in text and ("Scalar " in text or "Scalar? " in text) for text in texts)
 

@@ -1,4 +1,4 @@
-"""``OpLists``: the user's choice of op lists as one value, which prints as a short text and is parsed from it."""
+"""``OpLists``: the op lists that a user chooses, as a value with a short text form (``str`` and ``parse``)."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ RULES = {
     "banned": "16-bit inputs are an error",
     "free": "it computes in the dtype of its inputs",
 }
-"""The rules and what each means. float64 and integer inputs are never cast."""
+"""The rules and their meanings. float64 and integer inputs are never cast."""
 
 LIST_LEVELS = {
     "O1": "the half list in 16 bits, the float list in fp32, everything else in the widest dtype of its inputs",
     "O2": "as O1 with a float list of only embedding, interpolation and scatter",
     "OD": "matrix products and convolutions in 16 bits, everything else in fp32",
-    "none": "what the user has put on a list, and nothing else",
-    "native": "what torch.autocast does by itself, which is not the same on the CPU and on CUDA",
+    "none": "only the ops that the user put on a list",
+    "native": "the lists of torch.autocast, which differ between CPU and CUDA",
 }
 
 
 _ALSO_AT_O2 = ("interpolation", "accumulation")
 
 _CUSTOM = {"white": ("+", "half"), "black": ("-", "float"), "free": ("~", "free"), "wide": ("^", "wide")}
-"""The lists that a user makes: the sign of each in a text, and the rule of what is on it."""
+"""The user's custom lists: the sign of each in the text form, and the rule of its ops."""
 _TEXT = re.compile(r"(?P<level>\w+)(?P<fixed>!promote)?(?P<moved>([+~^-][\w.]+)*)")
 
 
 @dataclass(frozen=True)
 class OpLists:
-    """The precision of each op: the lists of a level, and the ops that the user moved.
+    """The precision of each op: the lists of a level, and the ops that the user moved to other lists.
 
     Attributes:
         level: a key of ``LIST_LEVELS``.
-        white: canonical names of ops that run in 16 bits. These four sets win over the level.
+        white: canonical names of ops that run in 16 bits. The four custom lists override the level.
         black: canonical names of ops that run in fp32.
         free: canonical names of ops that compute in the dtype of their inputs.
-        wide: canonical names of matrix products that read 16 bits and give fp32.
-        promote: at O2, whether an op on no list computes in the widest dtype of its inputs (True) or in 16 bits.
+        wide: canonical names of matrix products that read 16-bit operands and return fp32.
+        promote: at O2, True if ops on no list compute in the widest dtype of their inputs, False for 16 bits.
 
     Raises:
-        ArgumentValueError: for an unknown level, or a name that is no op's canonical one.
-        ArgumentTypeError: for names that are not in a tuple.
+        ArgumentValueError: for an unknown level, or a name that is not canonical.
+        ArgumentTypeError: if a list is not a tuple.
     """
 
     level: str = "O1"
@@ -76,22 +76,22 @@ class OpLists:
             unknown = [op for op in ops if op not in known_names()]
             if unknown:
                 raise ArgumentValueError(
-                    f"{name} has {unknown}, no canonical name; OpLists.custom takes every spelling."
+                    f"{name} has {unknown}, which is not canonical; OpLists.custom accepts every spelling."
                 )
-        others = [op for op in self.wide if row_of(op).kind != "product"]
-        if others:
+        refused = [op for op in self.wide if row_of(op).kind != "product"]
+        if refused:
             raise ArgumentValueError(
-                f"wide has {others}, and only matrix products can be there, such as 'linear'; black makes others fp32."
+                f"wide has {refused}, but takes only matrix products such as 'linear'; put other ops on black for fp32."
             )
 
     @classmethod
     def default(cls) -> OpLists:
-        """The lists of opt level O1."""
+        """Return the lists of opt level O1."""
         return cls()
 
     @classmethod
     def native(cls) -> OpLists:
-        """The lists of ``torch.autocast``, which are left to it: an op costs what it costs there."""
+        """Return the lists of ``torch.autocast``, which torch itself carries out, without extra cost per op."""
         return cls("native")
 
     @classmethod
@@ -105,21 +105,21 @@ class OpLists:
         free: Iterable[object] | None = (),
         wide: Iterable[object] | None = (),
     ) -> OpLists:
-        """The lists of a level with some ops moved; a custom list wins over the lists of the level.
+        """Return the lists of a level with custom lists, which override the lists of the level.
 
         Args:
-            white: ops that are to run in 16 bits: a list, tuple or set of names or torch functions.
-            black: ops that are to run in fp32.
+            white: ops to run in 16 bits: a list, tuple or set of names or torch functions.
+            black: ops to run in fp32.
             level: "O1", "O2" or "OD".
-            use_promote: at O2, whether ops on no list keep to the widest dtype of their inputs; False runs them in
-                16 bits. Other levels ignore it.
-            free: ops that are to compute in the dtype of their inputs.
-            wide: matrix products that are to read 16-bit operands and give an fp32 result.
+            use_promote: at O2, True to run ops on no list in the widest dtype of their inputs, False to run them in 16
+                bits. Other levels ignore it.
+            free: ops to compute in the dtype of their inputs.
+            wide: matrix products to run on 16-bit operands with an fp32 result.
 
         Raises:
-            ArgumentValueError: for an unknown name or level, an op on two lists, or one on the wide list that is no
-                matrix product.
-            ArgumentTypeError: for a list that is a bare string, or no collection.
+            ArgumentValueError: for an unknown name or level, an op on two lists, or an op on the wide list that is not
+                a matrix product.
+            ArgumentTypeError: if a list is a string or not a collection.
         """
         chosen = dict(zip(_CUSTOM, map(_names, _CUSTOM, (white, black, free, wide)), strict=True))
         if level == "native" and any(chosen.values()):
@@ -135,26 +135,26 @@ class OpLists:
         return cls(level, promote=use_promote or level != "O2", **chosen)
 
     def rule(self, op: object) -> str:
-        """The rule for an op, a key of ``RULES``.
+        """Return the rule for an op, a key of ``RULES``.
 
         Raises:
-            ArgumentValueError: if it is no op.
+            ArgumentValueError: if ``op`` is not an op.
         """
         rules = {self.rule_of(name) for name in resolve(op)} or {"free"}
         if len(rules) > 1:
-            raise ArgumentValueError(f"{op!r} stands for {', '.join(resolve(op))}, which have different rules.")
+            raise ArgumentValueError(f"{op!r} means {', '.join(resolve(op))}, which have different rules.")
         return rules.pop()
 
     def rule_of(self, name: str) -> str:
-        """The rule for a canonical name."""
+        """Return the rule for a canonical name."""
         return self.row(name).list
 
     def reason(self, name: str) -> str:
-        """Return the reason why an op is on its list, in a word; empty for an op on none."""
+        """Return the reason why an op is on its list, in one word; empty for an op on no list."""
         return self.row(name).reason
 
     def row(self, name: str) -> Op:
-        """The row of an op as these lists have it: ``list`` is its rule, and ``reason`` says why."""
+        """Return the row of an op in these lists: ``list`` is its rule, and ``reason`` the reason for it."""
         op = row_of(name)
         rule, reason = self._listed(op)
         return op._replace(list=rule, reason=reason)
@@ -174,11 +174,11 @@ class OpLists:
             return "float", "loss"
         if not self.promote:
             return ("half", "default") if computes(op.name) else ("free", "")
-        # At O2 a loss function may be given the 16-bit output of a model and fp32 labels.
+        # At O2 a loss function may get the 16-bit output of a model and fp32 labels.
         return "promote" if op.reason == "loss" else "free" if op.list == "float" else op.list, ""
 
     def replace(self, **changes: object) -> OpLists:
-        """A copy with some attributes changed."""
+        """Return a copy with some attributes changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -187,17 +187,17 @@ class OpLists:
 
     @classmethod
     def parse(cls, text: str) -> OpLists:
-        """The lists that print as ``text``: a level, then +op for the white, -op for the black, ~op for the free,
-        ^op for the wide list.
+        """Return the lists that print as ``text``: a level, then +op for the white, -op for the black, ~op for the
+        free and ^op for the wide list.
 
         Raises:
-            ArgumentValueError: for a text of another form, or an unknown op.
+            ArgumentValueError: if ``text`` has another form, or contains an unknown op.
         """
         match = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None or match["level"] not in LIST_LEVELS:
             raise ArgumentValueError(
-                f"op lists {text!r} do not read LEVEL+op-op, as 'O1+gelu-linear' does, with a level among "
-                f"{', '.join(LIST_LEVELS)}."
+                f"op lists must have the form LEVEL+op-op, such as 'O1+gelu-linear', with a level among "
+                f"{', '.join(LIST_LEVELS)}; got {text!r}."
             )
         moved = re.findall(r"([+~^-])([\w.]+)", match["moved"])
         chosen: Any = {name: [op for s, op in moved if s == sign] for name, (sign, _) in _CUSTOM.items()}

@@ -1,6 +1,7 @@
-"""The table of ops: a row for each, with all that is known of it. The rows are in ``ops.txt``.
+"""The table of ops: one row per op with all facts about it, read from ``ops.txt``.
 
-A new op is a line there, below the heading of its list. An op without a row is on no list, and torch's kernels take it.
+To add an op, add a line to ``ops.txt`` below the heading of its list. An op without a row is on no list, and torch's
+kernels accept 16-bit tensors for it.
 """
 
 from __future__ import annotations
@@ -15,47 +16,47 @@ __all__ = ["BANNED", "KINDS", "NATIVE", "OF_TORCHVISION", "OPS", "Op", "paddle",
 
 
 def words(text: str) -> frozenset[str]:
-    """The words of a text."""
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
 def pairs(text: str) -> dict[str, str]:
-    """A dictionary from a text of pairs: ``name=value name=value``."""
+    """Parse a text of pairs, ``name=value name=value``, into a dictionary."""
     return dict(pair.split("=") for pair in text.split())
 
 
 class Op(NamedTuple):
-    """The facts about one op. ``names.spellings`` has the callables that compute it.
+    """The facts about one op; ``names.spellings`` has the callables that compute it.
 
     Attributes:
-        name: the canonical name, which is torch's own in ATen.
+        name: the canonical name, which is torch's name in ATen.
         list: the list of the op at O1: "half", "float", "promote", "sequence-promote", "banned", or "free" for none.
-        reason: the reason why it is there, in a word. The half list has "matrix-unit" (all that level OD casts) and
-            "fast"; of the float list "interpolation" and "accumulation" are fp32 at O2 too.
-        kind: the kind of a sum of products, which a chip may have 16-bit units for: one of ``KINDS``.
-        reads: the way in which torch itself takes tensors of several dtypes. "one" refuses them, "any" promotes them,
-            "first" computes in the dtype of the first beside fp32 parameters, "half-first" does so for 16 bits and
-            refuses fp32 beside 16-bit parameters, "moves" is for an op of one tensor that moves numbers and computes
-            none.
-        in_place: the way in which its form in place takes tensors of other dtypes: "one" or "any" as above; "moves"
-            writes numbers and computes none, so that 16 bits are no loss although the op is on the float list.
-        result: "given" for a conversion, a factory and other ops that are given their dtype and compute no value from
-            their inputs; else it is in the dtype that is read.
-        kernels: the kernels that torch has for 16 bits (2.11 to 2.13, CPU): "all"; "none"; "wrong", whose result or
-            gradient is wrong or missing, and losses; "one", which takes no fp32 tensor beside, or whose gradient does
-            not.
-        numbers: the calls that compute and return fp32 from inputs of any dtype, because 16 bits do not have one of
-            their numbers (``dtypes.needs_fp32``). "number", and all ops that take a Python number beside a tensor: if
-            it would become 0 or infinite; "bound": also if it would become 1; "sum": in float16, if it gives one number
-            or adds more than 65,504; "norm": in float16; "product": in float16, if it gives one number, or adds more
-            than 65,504 products of elements in the same place; "accumulate": with ``accumulate=True``; "mask": the mask
-            alone stays finite in 16 bits.
-        inside: "product" if its own implementation may call a matrix product, which native autocast would lower.
+        reason: the reason why the op is on its list, in one word. The half list has "matrix-unit" (the ops that level
+            OD casts) and "fast"; ops of the float list with "interpolation" or "accumulation" run in fp32 at O2 as
+            well.
+        kind: for an op that sums products and may have 16-bit hardware units, one of ``KINDS``.
+        reads: the way in which torch handles tensors of several dtypes. "one" refuses them; "any" promotes them;
+            "first" computes in the dtype of the first tensor with fp32 parameters; "half-first" does so for a 16-bit
+            tensor, and refuses fp32 with 16-bit parameters; "moves" marks an op of one tensor that moves values without
+            computing.
+        in_place: the way in which the in-place form handles tensors of other dtypes: "one" or "any" as above; "moves"
+            writes values without computing, so that 16 bits lose nothing although the op is on the float list.
+        result: "given" for conversions, factories and other ops whose dtype is an argument and that compute no values
+            from their inputs; otherwise the result has the dtype in which the op reads its inputs.
+        kernels: torch's 16-bit kernels (2.11 to 2.13, CPU): "all"; "none"; "wrong" for losses and for ops whose result
+            or gradient is wrong or missing; "one" for ops whose kernel or gradient refuses an additional fp32 tensor.
+        numbers: the calls that compute and return fp32 from inputs of any dtype, because one of their values is out of
+            range in 16 bits (``dtypes.needs_fp32``). "number", also for every op that takes a Python number and a
+            tensor: if the number would become 0 or infinite; "bound": also if it would become 1; "sum": in float16, for
+            one result or more than 65,504 addends; "norm": in float16; "product": in float16, for one result or for
+            sums of more than 65,504 elementwise products; "accumulate": with ``accumulate=True``; "mask": the call
+            stays in 16 bits, and only its mask is kept finite.
+        inside: "product" if torch's implementation may call a matrix product, which native autocast would cast.
         cpu: the rule of ``torch.autocast`` on a CPU. Some ops only call an op that has the rule.
-        cuda: the same on CUDA.
-        paddle: Paddle's names where they differ from torch's, with commas between.
-        fused: Paddle's names of kernels that do the op together with others, or in one library only.
-        note: the advice that the error of a banned op gives.
+        cuda: the rule of ``torch.autocast`` on CUDA.
+        paddle: Paddle's names if they differ from torch's, separated by commas.
+        fused: Paddle's names of kernels that fuse the op with other ops, or exist in one library only.
+        note: the advice in the error of a banned op.
     """
 
     name: str
@@ -75,15 +76,15 @@ class Op(NamedTuple):
     note: str = ""
 
     def native(self, device: str) -> str:
-        """The rule that ``torch.autocast`` has for it on a type of device; "free" if none."""
+        """Return the rule of ``torch.autocast`` for the op on a device type; "free" if there is none."""
         return str(getattr(self, device)) if device in NATIVE else "free"
 
 
 KINDS = ("product", "convolution", "attention", "recurrent")
-"""The kinds of sums of products. Libraries implement the ops of one kind together."""
+"""The kinds of ops that sum products; libraries implement all ops of a kind together."""
 
 NATIVE = ("cpu", "cuda")
-"""The types of devices for which the lists of ``torch.autocast`` are known."""
+"""The device types whose ``torch.autocast`` lists the table contains."""
 
 
 def _read(text: str) -> Iterator[Op]:
@@ -101,20 +102,20 @@ OPS: dict[str, Op] = {op.name: op for op in _read(Path(__file__).with_name("ops.
 
 
 def row_of(name: str) -> Op:
-    """The row of a canonical name; one without facts for any other op."""
+    """Return the row of an op by its canonical name; an op without a row gets the defaults of ``Op``."""
     return OPS.get(name) or Op(name)
 
 
 BANNED: dict[str, str] = {op.name: op.note for op in OPS.values() if op.list == "banned"}
-"""Refused for 16-bit inputs: what to do instead, as the error says it."""
+"""The advice in the error of each op that refuses 16-bit inputs."""
 
 
 @functools.cache
 def paddle() -> dict[str, tuple[str, ...]]:
-    """Paddle's operator names that differ from torch's, and the torch ops that do the same.
+    """Return Paddle's operator names that differ from torch's, with the torch ops that compute the same.
 
-    None for an op that is given the dtype of its result, that sends tensors, or that torch does not have: there is
-    nothing that a list could change.
+    The tuple is empty for an op whose result dtype is an argument, that communicates tensors, or that torch does not
+    have: op lists could not change it.
     """
     found: dict[str, tuple[str, ...]] = {}
     for op in OPS.values():
@@ -125,4 +126,4 @@ def paddle() -> dict[str, tuple[str, ...]]:
 
 OF_TORCHVISION = pairs("""roi_align=roi_align roi_pool=roi_pool psroi_pool=ps_roi_pool deformable_conv=deform_conv2d
     multiclass_nms3=batched_nms""")
-"""Paddle's names of ops that torch does not have and torchvision has."""
+"""Paddle's names of ops that torchvision has and torch does not."""
