@@ -586,7 +586,7 @@ def test_folders_without_logs_in_common_are_refused(tmp_path: Path) -> None:
         debugging.compare_accuracy(str(tmp_path / "a"), str(tmp_path / "b"), "out")
     write(tmp_path / "a", [], "worker_cpu")
     write(tmp_path / "b", [], "worker_gpu.0")
-    with pytest.raises(ArgumentValueError, match="none has the same name"):
+    with pytest.raises(ArgumentValueError, match="no log is in both"):
         debugging.compare_accuracy(str(tmp_path / "a"), str(tmp_path / "b"), "out")
     with pytest.raises(ArgumentValueError, match="dump_all_tensors=True is not supported"):
         debugging.compare_accuracy(str(tmp_path / "a"), str(tmp_path / "b"), "out", dump_all_tensors=True)

@@ -61,8 +61,8 @@ def test_the_module_in_whose_forward_an_overflow_begins_is_named(way: str) -> No
     model = nn.Sequential(nn.Linear(4, 8), Overflows(way), nn.Linear(8, 8)).half()
     (finding,) = monitored(model, torch.randn(16, 4).half())
     assert finding.where.split(", ")[0] == "1"
-    own = "the output of 1 holds inf or NaN; what goes into it is finite"
-    inside = "inf or NaN begins inside of 1: what goes into that is finite, what goes into 1."
+    own = "the output of 1 holds inf or NaN; its inputs are finite"
+    inside = "inf or NaN begins in 1, whose inputs are finite; the inputs of 1."
     assert finding.message.startswith(f"at step 0 {own if way in ('after', 'in its own memory') else inside}")
     assert finding.evidence["module"] == "1"
 
@@ -77,7 +77,7 @@ def test_a_layer_that_overflows_itself_is_named_and_not_the_block_around_it() ->
 def test_a_bad_batch_is_no_fault_of_a_module() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
     (finding,) = monitored(model, torch.full((2, 4), math.nan))
-    assert "look at the batch" in finding.message
+    assert "check the batch" in finding.message
     assert finding.where.split(", ")[0] == "0"
 
 
@@ -87,10 +87,10 @@ def test_a_mask_of_zeros_and_minus_inf_is_meant_to_be_so() -> None:
     mask = torch.zeros(8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -math.inf).half()
     (finding,) = monitored(model.half(), torch.randn(8, 8).half(), mask=mask)
     assert finding.where.split(", ")[0] == "attention"
-    assert "what goes into it is finite" in finding.message
+    assert "its inputs are finite" in finding.message
 
 
-def test_weights_that_an_earlier_step_has_spoilt_are_said_to_be() -> None:
+def test_weights_that_an_earlier_step_made_inf_or_nan_are_named() -> None:
     model, optimizer = with_optimizer(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), torch.optim.SGD, lr=0.1)
     with torch.no_grad():
         model[1].weight.fill_(math.nan)
@@ -99,7 +99,7 @@ def test_weights_that_an_earlier_step_has_spoilt_are_said_to_be() -> None:
         optimizer.step()
     finding = monitor.findings()[0]
     assert finding.where.split(", ")[0] == "1"
-    assert "so does its weight before the step, which an earlier step has spoilt" in finding.message
+    assert "an earlier step had already written inf or NaN to its weight" in finding.message
 
 
 def test_inputs_are_told_apart_after_an_error_and_in_a_second_pass() -> None:
@@ -130,7 +130,7 @@ def test_where_an_overflow_began_is_in_the_rows_in_a_file_and_on_the_page(tmp_pa
     assert [row.began_in for row in load_rows(tmp_path / "rows.jsonl")] == ["", "1"]
     monitor.report(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    assert "at step 0 inf or NaN begins inside of 1: what goes into that is finite" in page
+    assert "at step 0 inf or NaN begins in 1, whose inputs are finite" in page
 
 
 def test_of_outputs_near_the_largest_number_the_one_that_came_there_first_is_named() -> None:

@@ -76,7 +76,7 @@ def test_nothing_to_compare_is_a_page_too(tmp_path: Path) -> None:
 def test_more_modules_than_fit_are_said_to_be_left_out(tmp_path: Path) -> None:
     entries = [entry(f"m{i}", error=1e-3, added=1e-3, excess=float(i)) for i in range(40)]
     page = page_of(tmp_path, *entries)
-    assert "These are the 32 of 40 that add most." in page
+    assert "These are the 32 of 40 modules that add the most." in page
     assert page.count('<rect x="0" y="2"') == 32
 
 

@@ -100,9 +100,9 @@ def test_nothing_is_loaded_and_the_page_is_light_or_dark(page: str) -> None:
 
 
 def test_what_stands_out_is_said_first(page: str) -> None:
-    said = re.findall(r"<li>(.*?)</li>", page[: page.index("Outputs: where")])
+    said = re.findall(r"<li>(.*?)</li>", page[: page.index("Outputs: the distribution")])
     assert said[0].startswith("layer: at step 200 the output of layer holds inf or NaN; it is the first such output.")
-    assert "To do: keep the module in float32" in said[0]
+    assert "Fix: keep the module in float32" in said[0]
     assert any(
         re.match(r"\S+ % of the updates of layer.weight are too small to change a number in bfloat16", each)
         for each in said
@@ -112,7 +112,7 @@ def test_what_stands_out_is_said_first(page: str) -> None:
 def test_a_healthy_run_is_said_to_be_one(tmp_path: Path) -> None:
     rows = [row(0, "layer", "output", torch.randn(1000), "float16"), row(1, "layer", "output", torch.randn(1000))]
     write_report(rows, tmp_path / "report.html")
-    assert "Nothing: no overflow" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "No findings: no overflow" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
 
 def test_the_range_of_the_dtype_is_moved_by_the_loss_scale(page: str) -> None:
     """At 2**16, what float16 holds reaches from 2**-40 to 1, and without the scale from 2**-24."""
-    figure = page[page.index("Gradients of outputs: where") :]
+    figure = page[page.index("Gradients of outputs: the distribution") :]
     figure = figure[: figure.index("</figure>")]
     ticks = [(float(x), text) for x, text in re.findall(r'<text x="([\d.]+)%"[^>]*>(.*?)</text>', figure)]
     superscripts = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
@@ -188,7 +188,7 @@ def test_more_tensors_than_fit_are_said_to_be_left_out(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "These are the 48 of 60 with the least headroom." in page
     assert page.count('class="strip"') == 48
-    assert "Numbers of 60 tensors" in page
+    assert "Values of 60 tensors" in page
 
 
 def test_rows_without_histograms_still_have_headroom(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_rows_without_histograms_still_have_headroom(tmp_path: Path) -> None:
     write_report(rows, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Headroom over time" in page
-    assert "where the numbers lie" not in page
+    assert "the distribution of exponents" not in page
 
 
 def test_no_rows_make_no_report(tmp_path: Path) -> None:

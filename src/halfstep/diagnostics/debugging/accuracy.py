@@ -59,7 +59,7 @@ def compare_accuracy(
     shared = sorted(set(names[0]) & set(names[1]))
     if not shared:
         raise ArgumentValueError(
-            f"{folders[0]} has the logs {names[0]}, and {folders[1]} has {names[1]}: none has the same name, so there "
+            f"{folders[0]} has the logs {names[0]}, and {folders[1]} has {names[1]}: no log is in both, so there "
             "is nothing to compare. Runs with as many processes on the same kind of device have logs of the same names."
         )
     found = {
@@ -128,7 +128,7 @@ def _cells_of(run: Checked | None, limit: float) -> list[Cell]:
 
 
 def _ratio(name: str, reference: Checked | None, other: Checked | None, scale: float) -> Cell:
-    """Divide a number of the other run by the reference's; highlight a ratio that is neither 1 nor the loss scale."""
+    """Return the ratio of the other run's value to the reference; highlight one that is neither 1 nor the scale."""
     if reference is None or other is None:
         return "--", ""
     ours, theirs = (run.numbers.get(name, math.nan) for run in (other, reference))
@@ -163,8 +163,8 @@ def _parts(found: dict[str, list[list[Cell]]], scale: float) -> list[Markup]:
     )
     names = [*_NAMES, *_OF_A_RUN, *_OF_A_RUN, *_RATIOS]
     key = (
-        "Red is inf or NaN, or what the dtype of the other run cannot hold. Yellow is a 16-bit dtype. Orange is a "
-        "ratio that is neither 1 nor the loss scale, by more than 5 %."
+        "Red marks inf, NaN and values that the dtype of the other run cannot represent. Yellow marks a 16-bit dtype. "
+        "Orange marks a ratio that differs from both 1 and the loss scale by more than 5 %."
     )
     parts = [header(None, _TITLE), small(key)]
     for worker, rows in found.items():

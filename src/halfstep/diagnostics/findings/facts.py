@@ -37,7 +37,7 @@ _STEPPED = 8
 """The approximate number of fp32 weights that are tested for values on a 16-bit grid."""
 
 _TENSORS, _ELEMENTS = 16, 64
-"""The numbers of gradients, and of elements of each, that are tested for a number other than 0."""
+"""The numbers of gradients, and of elements of each, that are tested for a nonzero value."""
 
 
 @dataclass(eq=False)
@@ -113,7 +113,7 @@ class Facts:
 
     @property
     def any_gradient(self) -> bool | None:
-        """True if a sample of the gradients has a number other than 0; None without gradients."""
+        """True if a sample of the gradients has a nonzero value; None without gradients."""
         return None if self._any_gradient is None else bool(self.reading[self._any_gradient][0])
 
     @cached_property
@@ -135,12 +135,12 @@ class Facts:
 
     @cached_property
     def zero_norms(self) -> list[str]:
-        """The ops by which the forward pass divided by inf, the result of a too large sum of squares."""
+        """The ops by which the forward pass divided by inf, because a sum of squares overflowed."""
         return list(dict.fromkeys(name for name, where in self._norms if self.reading[where][0]))
 
     @cached_property
     def not_finite(self) -> list[tuple[str, str]]:
-        """The places of a forward pass that ended with inf or NaN which gave "inf" or "NaN", in order of execution."""
+        """For a forward pass that ended with inf or NaN: the places that returned "inf" or "NaN", in order."""
         largest = [(name, self.reading[where][0]) for name, where in self._largest]
         found = [(name, "NaN" if size != size else "inf") for name, size in largest if not math.isfinite(size)]
         return found if found[-1:] and not math.isfinite(largest[-1][1]) else []
@@ -170,7 +170,7 @@ class Facts:
 
     @cached_property
     def computed(self) -> set[torch.dtype]:
-        """The 16-bit dtypes in which the model computes, as far as its hooks and weights show."""
+        """The 16-bit dtypes in which the model computes, according to its hooks, its weights and the policy."""
         casting = hooks_of(self.model).casting
         cast = {casting.dtype} if casting is not None and casting.enabled else set()
         given = {self.policy.compute_dtype, self.policy.param_dtype} if self.policy is not None else set()
@@ -227,7 +227,7 @@ Rules = Mapping[str, tuple[Callable[[Facts], Iterable[Any]], str]]
 
 
 def _ask_gradients(params: Sequence[torch.Tensor], reading: Reading) -> int | None:
-    """Queue a test of sampled gradients for a number other than 0; None if there are no gradients."""
+    """Queue a test of sampled gradients for a nonzero value; return None if there are no gradients."""
     have = [p for p, grad in zip(params, get_grads(params), strict=True) if grad is not None]
     some = [grad for _, grad in gradients_of(have[:: -(-len(have) // _TENSORS)])] if have else []
     some = [grad for grad in some if grad.device == some[0].device]

@@ -107,7 +107,7 @@ def log(findings: Iterable[Finding], by: str = "halfstep.check") -> None:
     if found:
         level = logging.WARNING if any(each.severity == "error" for each in found) else logging.INFO
         again = by == "halfstep.check"
-        hint = " Call halfstep.check(model, optimizer) for what to do." if again else ""
+        hint = " Call halfstep.check(model, optimizer) for the fixes." if again else ""
         texts = " ".join(_line(each, with_fix=not again) for each in found)
         logger.log(level, "%s: %s%s", by, texts, hint)
 

@@ -1,4 +1,4 @@
-"""A watched forward pass: finds ops that should not compute in 16 bits, and outputs that are fp32 in name only.
+"""A watched forward pass, which finds ops that should not compute in 16 bits and outputs that are fp32 in name only.
 
 The pass runs without gradients, and the random state and all buffers are restored. Its effect on inputs with large
 integers (HS118) remains, as after any first pass.
@@ -122,7 +122,7 @@ def _is_inf(statistic: torch.Tensor) -> torch.Tensor:
 
 
 class _Inside(NamedTuple):
-    """The results of the modules inside a call so far.
+    """The results so far of the modules within a call.
 
     Attributes:
         halves: True if a result is in 16 bits, so that values on a 16-bit grid are expected.
@@ -143,13 +143,13 @@ class Forward:
         running: the unfinished calls of modules, the outermost first.
         dtypes: the 16-bit dtypes of results.
         losses: loss functions that computed in 16 bits, as "module: function".
-        norms: roots of 16-bit sums of squares, as hand-written norms have them, as "module: function", each with a flag
-            that the sum is inf.
+        norms: roots of 16-bit sums of squares, as in hand-written norms, as "module: function", each with a flag that
+            is True if the sum is inf.
         routers: the names of routers whose results are in 16 bits.
         flags: names of modules, or "the loss", with the ``grid_flags`` of fp32 values that should not lie on a grid.
         loss_dtype: the dtype of the loss, if there was one.
         largest: names of modules, "the batch" or "the loss", in order of execution, with the largest magnitude that
-            they gave; -inf in what a module gets is left out, because masks hold it. Only ``run`` fills it.
+            they returned. -inf in the inputs of a module is ignored, because masks contain it. Only ``run`` fills it.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -222,7 +222,7 @@ class Forward:
 
 
 class _Checked(Forward):
-    """A record that also has the largest numbers. What a module gets comes from the module that calls it."""
+    """A record that also has the largest magnitudes. The inputs of a module count for the module that calls it."""
 
     def entered(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
         """Receive the start of a module call."""

@@ -63,11 +63,11 @@ LEVELS = (("O0", "float32"), ("O1", "bfloat16"), ("O2", "bfloat16"), ("O2", "flo
 
 ACTIVATIONS = {
     "O0": "4",
-    "O1": "2 for inputs of products, 4 for what the ops of the float list read or give; 2 for each cast of a weight",
+    "O1": "2 for inputs of products, 4 for inputs and results of ops on the float list; 2 for each cast of a weight",
     "O2": "2, and 4 around losses",
     "O3": "2",
 }
-"""Bytes per number that is saved for the backward pass on a device with 16-bit units."""
+"""Bytes per value that autograd saves for the backward pass, on a device with 16-bit units."""
 
 
 class MemoryLine(NamedTuple):

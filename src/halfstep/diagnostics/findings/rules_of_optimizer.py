@@ -24,8 +24,8 @@ _USE_MASTERS = (
     "Muon from optimizers.fuse(optimizer, master_weights=True)"
 )
 ZERO_GRADIENTS_FIX = (
-    "in float16 use a loss scale (amp.GradScaler(), loss_scale='dynamic'), or bfloat16: numbers below 6e-8 become 0; "
-    "else see what cuts the graph or multiplies by 0: detach(), a mask, a dead ReLU"
+    "in float16, where values below 6e-8 become 0, use a loss scale (amp.GradScaler(), loss_scale='dynamic') or "
+    "bfloat16; otherwise find what cuts the graph or multiplies by 0: detach(), a mask, a dead ReLU"
 )
 
 _MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")
@@ -75,7 +75,7 @@ def stuck_second_moment(facts: Facts) -> Iterator[Found]:
         if 0 < change < eps / 2:
             name, always = dtype_name(moment.dtype), change < eps / 4
             text = f"The second moment of {type(moment.group.optimizer).__name__} is {name} and shrinks by 1 - beta2 = "
-            text += f"{change:.3g} a step, less than {eps / (4 if always else 2):.3g}: "
+            text += f"{change:.3g} per step, less than {eps / (4 if always else 2):.3g}: "
             text += "it can never decay." if always else "some of its values cannot decay."
             known = {"decay": change, "grid": eps / 4, "dtype": name}
             yield Found("error" if always else "warning", facts.where(moment.params), text, known)
@@ -151,7 +151,7 @@ def useless_scaler(facts: Facts) -> Iterator[Found]:
             yield Found("warning", name, message, {"dtypes": _names(facts)}, "Use a dynamic scale.")
         elif _scales(scaler) and torch.bfloat16 in facts.computed and torch.float16 not in facts.computed:
             refuses = name == "torch.amp.GradScaler" and torch.bfloat16 in facts.trained
-            message = f"The {name} is of no use for bfloat16, which has the range of fp32."
+            message = f"The {name} is unnecessary for bfloat16, which has the range of fp32."
             message += " On CUDA it raises an error for bfloat16 gradients." if refuses else ""
             severity = "warning" if refuses else "note"
             yield Found(severity, name, message, {"dtypes": _names(facts)}, fix)  # type: ignore[arg-type]
@@ -187,14 +187,14 @@ def _kind(scaler: Any) -> str:
 def accumulation_in_16_bits(facts: Facts) -> Iterator[Found]:
     """HS110: gradients of 16 or more passes summed in 16 bits.
 
-    The sum grows so much larger than the next summand that some, and finally all, of the summand's bits round away: of
-    equal summands bfloat16 loses every one from the 256th on. With halfstep's masters, gradients are summed in fp32.
+    The sum grows so much larger than the next gradient that some, and finally all, bits of the gradient round away: of
+    equal gradients bfloat16 loses every one from the 256th on. With halfstep's masters, gradients are summed in fp32.
     """
     if facts.accumulate < _MANY_PASSES:
         return
     params = [p for p in facts.halves if getattr(p, "grad_dtype", p.dtype) in HALF_DTYPES]
     if params:
-        text = f"Gradients of {facts.accumulate} passes are added up in {dtype_name(params[0].dtype)}."
+        text = f"Gradients of {facts.accumulate} passes are summed in {dtype_name(params[0].dtype)}."
         yield Found("warning", facts.where(params), text, {"passes": facts.accumulate})
 
 
@@ -208,22 +208,22 @@ def fused_and_foreach_differ(facts: Facts) -> Iterator[Found]:
         group = moment.group
         torchs = type(group.optimizer).__name__ in ("Adam", "AdamW") and not hasattr(group.optimizer, "keep_masters")
         if torchs and moment.dtype is torch.bfloat16 and 0 < 1 - moment.keeps < torch.finfo(moment.dtype).eps / 4:
-            text = "The bfloat16 second moment stops growing at other values with fused=True than with foreach=True."
+            text = "The bfloat16 second moment stalls at different values with fused=True and with foreach=True."
             evidence = {"beta2": moment.keeps, "fused": bool(group.hyper.get("fused"))}
             yield Found("note", facts.where(moment.params), text, evidence)
     for group in facts.groups:
         torchs = type(group.optimizer).__name__ == "SGD" and not hasattr(group.optimizer, "keep_masters")
         if torchs and group.hyper.get("fused") and any(p.is_cpu for p in group.halves):
-            text = "SGD(fused=True) of torch leaves most 16-bit weights on a CPU as they are (seen in torch 2.13)."
+            text = "torch's SGD(fused=True) leaves most 16-bit weights on a CPU unchanged (seen in torch 2.13)."
             yield Found("error", facts.where(group.halves), text, {"fused": True})
 
 
 def foreign_parameters(facts: Facts) -> Iterator[Found]:
     """HS115: an optimizer with frozen parameters, or parameters of no model, while the model trains others.
 
-    This happens if the model, or a part of it, was created, replaced or given adapters after the optimizer. Hand-made
-    fp32 masters, which have as many weights as a 16-bit model, are no finding. A part that was replaced after ``amp``
-    prepared the optimizer is an error, as in the next step.
+    This happens if user code created or replaced the model, a part of it, or its adapters after it created the
+    optimizer. Hand-made fp32 masters, which have as many weights as a 16-bit model, are not reported. A part that was
+    replaced after ``amp`` prepared the optimizer is an error, as in the next step.
     """
     own = set(map(id, facts.own_params))
     held = [p for one in facts.optimizers for group in one.param_groups for p in group["params"]]
@@ -237,7 +237,7 @@ def foreign_parameters(facts: Facts) -> Iterator[Found]:
     attached = [(found, one) for one in facts.optimizers if (found := attached_to(one)) is not None]
     replaced = any(each.param is p for found, one in attached for each in found.replaced.find(one) for p in left)
     text = f"{len(foreign)} of {len(held)} parameters of {type(facts.optimizers[0]).__name__} are frozen or not in the "
-    text += f"model, and {len(left)} parameters of the model are in no optimizer given."
+    text += f"model, and {len(left)} parameters of the model are in none of the given optimizers."
     known = {"foreign": len(foreign), "untrained": len(left)}
     yield Found("error" if replaced or len(foreign) == len(held) else "warning", facts.where(left), text, known)
 
@@ -246,7 +246,8 @@ def zero_gradients(facts: Facts) -> Iterator[Found]:
     """HS121: the gradients of all parameters are 0, although a backward pass has run.
 
     The rule needs gradients, so call ``check`` after a backward pass and before ``zero_grad``. Gradients that
-    ``zero_grad`` set to 0 are no finding: nonzero moments of the optimizer, or the gradients' versions, show the write.
+    ``zero_grad`` set to 0 are not reported: nonzero moments of the optimizer, or the gradients' versions, show the
+    write.
     """
     if facts.any_gradient or facts.any_gradient is None:
         return
@@ -259,7 +260,7 @@ def zero_gradients(facts: Facts) -> Iterator[Found]:
     untouched = not any(grad._version for _, grad in pairs)
     if any(bool(each.any()) for each in kept) or not (kept or untouched or _would_keep(facts)):
         return
-    text = f"All gradients are 0: those of {len(pairs)} parameters."
+    text = f"The gradients of all {len(pairs)} parameters are 0."
     yield Found("error", facts.where([p for p, _ in pairs]), text, {"tensors": len(pairs)})
 
 
@@ -283,14 +284,11 @@ RULES: Rules = {
     "HS107": (
         fp16_without_loss_scale,
         "Use a dynamic loss scale: amp.GradScaler(), or loss_scale='dynamic' of amp.initialize. Or train in bfloat16, "
-        "which needs none. If there is a scaler, halfstep.check knows it by scaler=scaler only.",
+        "which needs none. If you already use a scaler, pass it to halfstep.check: scaler=scaler.",
     ),
     "HS108": (useless_scaler, ""),
     "HS110": (accumulation_in_16_bits, f"{_USE_MASTERS}; or param.grad_dtype = torch.float32 (torch 2.13)."),
     "HS113": (fused_and_foreach_differ, f"{_USE_MASTERS}."),
-    "HS115": (
-        foreign_parameters,
-        "Make the optimizer from model.parameters() after the model was built, moved and wrapped.",
-    ),
+    "HS115": (foreign_parameters, "Build, move and wrap the model, then create the optimizer from model.parameters()."),
     "HS121": (zero_gradients, f"{ZERO_GRADIENTS_FIX[0].upper()}{ZERO_GRADIENTS_FIX[1:]}."),
 }

@@ -24,7 +24,7 @@ __all__ = ["Watch", "watch"]
 
 
 def watch(optimizer: Any, every: int = 100) -> Watch:
-    """Count the updates that change nothing, at every ``every``-th step of any optimizer.
+    """Count the updates that change nothing, at every ``every``-th step of an optimizer.
 
     ::
 
@@ -34,13 +34,13 @@ def watch(optimizer: Any, every: int = 100) -> Watch:
         watch.remove()
 
     The device compares a sample of the weights before and after the step, or of their masters if there are any. Weights
-    without gradient and steps skipped by an overflow do not count. The result is read some steps later, so no step
-    waits. Steps inside a backward pass (``attach(model, release=True)``) and replays of CUDA graphs are not seen. Lost
-    updates are logged to "halfstep" as HS101, and again only when they get worse.
+    without a gradient and steps skipped by an overflow do not count. The watch reads the result some steps later, so
+    that no step waits. It does not see steps within a backward pass (``attach(model, release=True)``) and replays of
+    CUDA graphs. Lost updates are logged to "halfstep" as HS101, and again only when they get worse.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``, attached by ``amp`` or not.
-        every: the distance of two measured steps. Other steps cost a comparison of two numbers.
+        every: the number of steps from one measured step to the next. Other steps cost a comparison of two integers.
 
     Returns:
         A handle, whose ``remove()`` ends the watch.

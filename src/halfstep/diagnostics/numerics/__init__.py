@@ -1,4 +1,4 @@
-"""Tools that show the numbers of a run: statistics of tensors over steps, and the place at which two runs diverge.
+"""Tools for the values of a run: statistics of tensors over steps, and the place at which two runs diverge.
 
 ``Monitor`` records a ``Row`` for each tensor of the steps it samples, and ``write_report`` draws them.
 ``compare_step`` and ``compare`` find the module that adds the error of 16 bits, ``parity`` the first op at which two

@@ -39,7 +39,7 @@ _FIX_OVERFLOW = "keep the module in float32 (excluded_layers={}), use bfloat16, 
 _FIX_AFTER_HS120 = "lower the learning rate first: HS120 came before"
 _FIX_FLUSHED = "use a loss scale, or a larger one (init_scale, max_loss_scale), or bfloat16"
 _FIX_TOO_LARGE = (
-    "lower the learning rate (try a tenth), or begin with a warmup, or clip gradients; it is no matter of precision"
+    "lower the learning rate (try a tenth), or begin with a warmup, or clip gradients; precision is not the cause"
 )
 _NAMED = 4
 
@@ -52,8 +52,8 @@ class History:
         first: the row of the first step.
         recent: the latest rows, the newest last.
         moved: the first step at which the tensor was not all 0.
-        near: the first row with an overflow ahead, and the predicted number of steps until then.
-        flushed: the largest share of numbers that became 0.
+        near: the first row for which an overflow is predicted, and the predicted number of steps until then.
+        flushed: the largest share of values that became 0.
     """
 
     first: Row
@@ -87,8 +87,8 @@ class Alarms:
 
     - HS116: an output holds inf or NaN, or comes close to the largest number of its dtype: less than a doubling is
     left, or its growth over the last sampled steps would overflow within 30 steps. Gradients do not count, because a
-    loss scale grows until they overflow on purpose.
-    - HS117: 1 % or more of a gradient became 0 because the numbers were too small for their dtype.
+    dynamic loss scale grows until they overflow.
+    - HS117: 1 % or more of a gradient became 0 because the values were too small for their dtype.
     - HS120: updates are as large as the weights, or grow with every step. A step is too large if more than half of the
       weights get updates of at least a quarter of their own size, or of at least a tenth, if the updates also doubled
       at each of the last two sampled steps. Weights that begin as zeros do not count, nor do updates with inf or NaN.
@@ -134,8 +134,8 @@ class Alarms:
         large, bad = self._too_large, [row for row in self._bad.values() if row.tensor == "output"]
         large_first = large is not None and (not bad or large.evidence["step"] < bad[0].step)
         fix = _FIX_AFTER_HS120 if large_first else _FIX_OVERFLOW
-        spoilt = [row for row in self._bad.values() if row.tensor == "weight"]
-        found = list(_overflow(bad, spoilt, fix) if bad else _near(self._histories["output"], fix))
+        bad_weights = [row for row in self._bad.values() if row.tensor == "weight"]
+        found = list(_overflow(bad, bad_weights, fix) if bad else _near(self._histories["output"], fix))
         if large is not None:
             found.insert(0 if large_first else 1, large)
         return [*found, *_zero(self._histories), *_flushed(self._histories)]
@@ -161,20 +161,20 @@ def findings_in(rows: Iterable[Row]) -> list[Finding]:
 # ---- HS116
 
 
-def _overflow(bad: Sequence[Row], spoilt: Iterable[Row], fix: str) -> Iterator[Finding]:
-    """Report the first output with inf or NaN; its weights may have been damaged before."""
+def _overflow(bad: Sequence[Row], weights: Iterable[Row], fix: str) -> Iterator[Finding]:
+    """Report the first output with inf or NaN, and whether its weights already held inf or NaN."""
     row = bad[0]
     first = [name for name in (row.began_in, row.module) if name not in ("", OUTSIDE)]
     where = listed(list(dict.fromkeys([*first, *(each.module for each in bad)])), _NAMED)
     known = {"step": row.step, "steps_left": 0.0, "module": first[0]}
-    yield Finding("HS116", "error", where, f"at step {row.step} {_said_of(row, spoilt)}", known, fix.format(first[:1]))
+    yield Finding("HS116", "error", where, f"at step {row.step} {_said_of(row, weights)}", known, fix.format(first[:1]))
 
 
 def _near(outputs: _OfKind, fix: str) -> Iterator[Finding]:
     near = sorted((history.near for history in outputs.values() if history.near), key=lambda each: each[0].step)
     if near:
         row, left = min(near, key=lambda each: each[1])
-        soon = f"about {left:.0f} steps away if it grows on like this" if left else "less than a doubling away"
+        soon = f"about {left:.0f} steps away if it keeps growing at this rate" if left else "less than a doubling away"
         where = listed(list(dict.fromkeys(each.module for each, _ in near)), _NAMED)
         text = f"at step {row.step} the output of {row.module} has {row.headroom:.1f} doublings left to the largest "
         text += f"number of its dtype; an overflow is {soon}"
@@ -186,20 +186,21 @@ def _said_of(bad: Row, weights: Iterable[Row]) -> str:
     """Write the sentence about an output with inf or NaN and their origin."""
     name = bad.module.partition("[")[0]
     holds = f"the output of {bad.module} holds inf or NaN"
-    spoilt = [row.module for row in weights if owner_of(row.module) == name and row.step <= bad.step]
-    if spoilt:
-        return f"{holds}; so does its {spoilt[0].rpartition('.')[2]} before the step, which an earlier step has spoilt"
+    owned = [row.module for row in weights if owner_of(row.module) == name and row.step <= bad.step]
+    if owned:
+        return f"{holds}; an earlier step had already written inf or NaN to its {owned[0].rpartition('.')[2]}"
     if bad.began_in == OUTSIDE:
-        return f"{holds}; so does what goes into the model: look at the batch"
+        return f"{holds}; so do the inputs of the model: check the batch"
     if bad.began_in in ("", name):
-        return f"{holds}; what goes into it is finite" if bad.began_in else f"{holds}; it is the first such output"
-    return f"inf or NaN begins inside of {bad.began_in}: what goes into that is finite, what goes into {name} is not"
+        return f"{holds}; its inputs are finite" if bad.began_in else f"{holds}; it is the first such output"
+    return f"inf or NaN begins in {bad.began_in}, whose inputs are finite; the inputs of {name} are not"
 
 
 def _steps_left(recent: Sequence[Row]) -> float:
-    """Predict, by a line through the headrooms since the last overflow, the steps until 0; inf for a level trend.
+    """Predict the number of steps until an overflow, from a line through the headrooms since the last overflow.
 
-    The line falls if its slope is below 0 by twice its standard error. With less than a doubling left the result is 0.
+    The result is inf unless the slope of the line is below 0 by twice its standard error, and 0 if less than a doubling
+    is left.
     """
     headroom = recent[-1].headroom
     if not _NEAR <= headroom < _TREND:
@@ -223,7 +224,7 @@ def _flushed(histories: _Histories) -> Iterator[Finding]:
         worst = max(found, key=lambda history: history.flushed)
         names = {f"{history.first.module} ({history.first.tensor})": history.last.numel for history in found}
         text = f"up to {share(worst.flushed)} of these gradients became 0, because they are too small for their dtype; "
-        text += f"most of {worst.first.module} ({worst.first.tensor})"
+        text += f"the largest share in {worst.first.module} ({worst.first.tensor})"
         yield Finding("HS117", "warning", grouped(names), text, {"flushed": worst.flushed}, _FIX_FLUSHED)
 
 
@@ -231,7 +232,7 @@ def _flushed(histories: _Histories) -> Iterator[Finding]:
 
 
 def _too_large(histories: _Histories, step: int) -> Finding | None:
-    """Make HS120 for a step, if its updates are too large."""
+    """Return HS120 for a step whose updates are too large, else None."""
     ratios, numel = dict[str, float](), dict[str, int]()
     updates = histories["update"]
     for key, update in updates.items():
@@ -241,16 +242,13 @@ def _too_large(histories: _Histories, step: int) -> Finding | None:
             numel[row.module] = row.numel
     large = [name for name, ratio in ratios.items() if ratio >= _LARGE]
     growing = [name for name, ratio in ratios.items() if ratio >= _GROWN and _grows(updates[name, 0].recent)]
-    ways = (
-        (large, "a quarter of their own size or more"),
-        (growing, "a tenth of their own size or more, twice as large each time"),
-    )
+    ways = ((large, "a quarter of their size or more"), (growing, "a tenth of their size or more, doubling each time"))
     for names, how in ways:
         of = {name: numel[name] for name in names}
         if sum(of.values()) > _MOST * sum(numel.values()):
             part, most = sum(of.values()) / sum(numel.values()), max(names, key=numel.__getitem__)
             text = f"at step {step} the learning rate is too high: {share(part)} of the weights get updates of {how}; "
-            text += f"{most} gets {ratios[most]:.2g} times its size"
+            text += f"the update of {most} is {ratios[most]:.2g} times its size"
             known = {"step": step, "share": part, "ratio": ratios[most]}
             return Finding("HS120", "error", grouped(of), text, known, _FIX_TOO_LARGE)
     return None
@@ -284,10 +282,10 @@ def _zero(histories: _Histories) -> Iterator[Finding]:
     if not moved:
         step = min(history.first.step for history in grads.values())
         at = lost[0] if lost else next((name for name in reversed(outputs) if outputs[name] == step), OUTSIDE)
-        text = f"all gradients are 0 from step {step} on"
-        text += f": none comes out of the backward pass of {at}" if at != OUTSIDE else ": the loss gives none"
+        text = f"all gradients are 0 from step {step} on: the backward pass of "
+        text += f"{'the loss' if at == OUTSIDE else at} returns only zeros"
         yield Finding("HS121", "error", grouped(zero), text, {"step": step, "module": at}, ZERO_GRADIENTS_FIX)
     elif lost:
         step, at = outputs[lost[0]], lost[0]
-        text = f"from step {step} on a gradient comes to {at}, and those of its parameters are 0"
+        text = f"from step {step} on {at} receives a gradient, but the gradients of its parameters are 0"
         yield Finding("HS121", "warning", ", ".join(lost), text, {"step": step, "module": at}, ZERO_GRADIENTS_FIX)

@@ -45,7 +45,7 @@ class Entry:
     """One tensor in both runs.
 
     Attributes:
-        module: the qualified name of the module; "(root)" is the model, "(step)" stands for code outside of modules.
+        module: the qualified name of the module; "(root)" is the model, "(step)" is code outside modules.
         op: the op that returned the tensor; in a comparison of saved runs the role of the tensor, such as "output".
         occurrence: the index among equal ops of the module, from 0.
         backward: True if the tensor belongs to the backward pass.
@@ -205,7 +205,7 @@ def write_comparison(comparison: Mapping[str, Any], path: str | Path, *, command
 def _said_of_reference(name: str, not_finite: str) -> str:
     """Write the sentence about a reference that itself is inf or NaN, from ``Comparison.not_finite``."""
     what, _, where = not_finite.partition(", from ")
-    return f"{name} is {what} as well: not a matter of precision. It began at {where}"
+    return f"{name} is {what} as well: precision is not the cause. It began at {where}"
 
 
 def _modules(modules: Sequence[ModuleError]) -> Markup:
@@ -219,12 +219,12 @@ def _modules(modules: Sequence[ModuleError]) -> Markup:
     diverge = counted(sum(module.excess > LIMIT for module in modules), "diverges", "diverge")
     description = f"{counted(len(modules), 'module')}, of which {diverge}. The first is {modules[0].module}."
     text = (
-        "The error that each module adds to what it inherits, in units of what roundoff explains, on a logarithmic "
-        f"scale. The line is at {LIMIT:g}: what is beyond it is a divergence. The number is the error added, relative "
-        "to the tensor."
+        "The error that each module adds to its inherited error, in units of the expected roundoff, on a logarithmic "
+        f"scale. Bars beyond the line at {LIMIT:g} are divergences. The numbers are the added errors, relative to the "
+        "tensors."
     )
     if len(shown) < len(modules):
-        text += f" These are the {len(shown)} of {len(modules)} that add most."
+        text += f" These are the {len(shown)} of {len(modules)} modules that add the most."
     names = ["module", "times roundoff", "added", "inherited", "error", "at", "dtype", "why"]
     body = []
     for module in modules[:_MOST_ROWS]:
@@ -232,7 +232,7 @@ def _modules(modules: Sequence[ModuleError]) -> Markup:
         shares = map(_share, (module.added, module.inherited, module.error))
         body.append([module.module, f"{module.excess:.2g}", *shares, _at(worst), worst.dtype, worst.why])
     picture = bars("What each module adds", description, rows, mark=_length(LIMIT) / longest, value_name="added")
-    return figure(picture, numbers("Numbers", names, body, "The module that adds most is first."), caption=text)
+    return figure(picture, numbers("Numbers", names, body, "The module that adds the most is first."), caption=text)
 
 
 def _errors(entries: Sequence[Entry]) -> Markup:
@@ -271,7 +271,7 @@ def _errors(entries: Sequence[Entry]) -> Markup:
         for entry in entries[:_MOST_ROWS]
     ]
     text = (
-        "The relative error of each tensor, one after the other; those without any are left out. Crosses are "
+        "The relative error of each tensor, in order of execution; tensors without an error are left out. Crosses are "
         "divergences, triangles are inf or NaN."
     )
     caption = None if len(entries) <= _MOST_ROWS else f"The first {_MOST_ROWS} of {len(entries)} tensors."

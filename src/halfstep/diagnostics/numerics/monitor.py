@@ -57,28 +57,29 @@ class Monitor:
 
     A sampled step covers the outputs of modules and their gradients, the gradients of parameters, and the update of the
     values behind them (masters, if there are any). Between sampled steps the modules have no hooks. With a fused
-    optimizer, halfstep's own or one that ``amp`` made run fused, gradients are covered in all steps, in the read that
-    the step makes for clipping anyway.
+    optimizer, one of halfstep or one that ``amp`` made fused, gradients are covered in all steps, because the step
+    reads them for clipping in any case.
 
-    The monitor does not wait for the device: it fetches numbers after they have arrived. Compiled modules run eagerly
-    at sampled steps. With an optimizer, forward passes without gradients do not count, and neither does a step that
-    torch's GradScaler skips: its passes count for the next step. The monitor does not see gradients that are freed
-    inside the backward pass (``attach(model, release=True)``) or computed by a closure, replays of CUDA graphs, and
-    modules of TorchScript. A monitor stays alive until it is detached.
+    The monitor does not wait for the device: it fetches statistics after they have arrived. Compiled modules run
+    eagerly at sampled steps. With an optimizer, forward passes without gradients do not count, and neither does a step
+    that torch's GradScaler skips: its passes count for the next step. The monitor does not see gradients that are freed
+    in the backward pass (``attach(model, release=True)``) or computed by a closure, replays of CUDA graphs, and modules
+    of TorchScript. A monitor stays alive until ``detach``.
 
     Args:
-        model: any module; the modules inside a wrapper (DistributedDataParallel) are named without the wrapper.
+        model: any module; the modules in a wrapper (DistributedDataParallel) are named without the wrapper.
         optimizer: the optimizer of its parameters, before or after ``amp`` prepares it. Without one, each forward pass
             of the model is a step, and there are no "grad" and "update".
-        every: the distance of two sampled steps; the first step is sampled. None is 100, after the first 20.
+        every: the number of steps from one sampled step to the next; the first step is sampled. None samples the first
+            20 steps, then every 100th.
         tensors: a subset of ``TENSORS``. "update" also gives rows of "weight": the values before the step.
         include: fnmatch patterns; if given, only modules and parameters with a matching name are sampled.
         exclude: fnmatch patterns of names that are not sampled.
         bins: True for rows with histograms of exponents, which the subnormal and flushed shares need.
-        sample: the number of elements per step whose exponents are counted. All tensors share them equally, but at
-            least 256 are taken of each.
-        scaler: the ``torch.amp.GradScaler`` that scales the losses, if there is one. halfstep's scalers are found
-            without.
+        sample: the number of elements per step whose exponents are counted. All tensors share them equally, but each
+            gets at least 256.
+        scaler: the ``torch.amp.GradScaler`` that scales the losses, if there is one. The monitor finds halfstep's
+            scalers itself.
 
     Raises:
         ArgumentTypeError: for a model or an optimizer of another type.
@@ -132,7 +133,7 @@ class Monitor:
     # ---- on and off
 
     def attach(self) -> Monitor:
-        """Start to monitor, with the next step.
+        """Start to monitor at the next step.
 
         Raises:
             UsageError: if the monitor is attached already.
@@ -154,7 +155,7 @@ class Monitor:
         return self
 
     def detach(self) -> None:
-        """Stop to monitor. The samples stay, even of an unfinished step.
+        """Stop monitoring. The samples remain, including the samples of an unfinished step.
 
         All hooks are removed first, because the final count can fail.
         """
@@ -184,7 +185,7 @@ class Monitor:
     # ---- results
 
     def latest(self) -> dict[str, float]:
-        """Return the numbers of the newest sampled step that has arrived, for TensorBoard, wandb and so on.
+        """Return the statistics of the newest sampled step that has arrived, for TensorBoard, wandb and so on.
 
         Does not wait for the device. The keys are ``numerics/{module}/{tensor}/{what}``, for example
         ``numerics/blocks.3.mlp/output/headroom``. The dict is empty until the first step has arrived.
@@ -195,7 +196,7 @@ class Monitor:
     def rows(self) -> list[Row]:
         """Return all rows so far, in the order of the steps, and within a step in order of execution.
 
-        Several backward passes of one step are merged. Waits for outstanding numbers.
+        Several backward passes of one step are merged. Waits for outstanding statistics.
         """
         self._poll(wait=True)
         return [row for step in self._steps for row in step.rows(bins=self._bins)]
@@ -206,7 +207,7 @@ class Monitor:
         For layers with a recipe (``amp.initialize(products=)``), HS128 to HS131 follow: what rounding lost in the
         latest sampled step.
 
-        Waits for outstanding numbers of the device.
+        Waits for outstanding statistics from the device.
         """
         self._poll(wait=True)
         for step in self._steps[self._alarms.counted :]:

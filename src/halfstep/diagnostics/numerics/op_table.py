@@ -29,13 +29,13 @@ class OpRow:
     """The calls of one op by one module.
 
     Attributes:
-        module: the qualified name of the module. "(root)" is the model, "(step)" stands for code outside of modules,
+        module: the qualified name of the module. "(root)" is the model, "(step)" is code outside of modules,
             "(optimizer)" for the optimizer's step.
         op: the name of the ATen op, such as "addmm".
         backward: True if the backward pass called the op.
         calls: the number of calls, by the dtype of the (first) result. An emulated product, which computes in fp32,
-            is counted under the dtype for which it stands, such as "float16 (emulated)", and a product with a recipe as
-            the op "linear" under its formats, such as "mxfp8 (emulated)".
+            counts under the dtype that it emulates, such as "float16 (emulated)", and a product with a recipe as the op
+            "linear" under its formats, such as "mxfp8 (emulated)".
     """
 
     module: str
@@ -120,14 +120,14 @@ def _size(count: float) -> str:
 
 
 def op_table(step: Callable[[], Any], model: nn.Module | None = None) -> OpTable:
-    """Run one step, and count its ops by module, op and dtype, and its casts by origin.
+    """Run one step and count its ops by module, op and dtype, and its casts by origin.
 
     ::
 
         print(halfstep.numerics.op_table(lambda: train_step(batch), model))
 
-    The step has its normal effects, including the optimizer's step. Compiled modules run eagerly. The ops of CUDA
-    graphs recorded before are not seen.
+    The step has its normal effects, including the optimizer's step. Compiled modules run eagerly. Ops in replays of
+    CUDA graphs are not counted.
 
     Args:
         step: a function without arguments.

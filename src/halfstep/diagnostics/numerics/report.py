@@ -1,4 +1,4 @@
-"""The report of a run: pictures of its exponents, its headroom, and the updates that round away."""
+"""The report of a run: pictures of its exponents, its headroom, and the updates that rounding loses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def write_report(
     """
     found = list(rows)
     if not found:
-        raise ArgumentValueError("There are no rows to report on: the run ended before a step that was looked at.")
+        raise ArgumentValueError("There are no rows to report on: the run ended before the first sampled step.")
     write_page(path, title, _content(found, title, command))
 
 
@@ -85,7 +85,7 @@ def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Marku
     for kind in _NAMES:
         of_kind = [each for each in tensors if each.kind == kind and each.exponents]
         if of_kind:
-            parts.append(section(f"{_NAMES[kind]}: where the numbers lie", _exponents(kind, of_kind)))
+            parts.append(section(f"{_NAMES[kind]}: the distribution of exponents", _exponents(kind, of_kind)))
     parts.append(section("Headroom over time", *_headroom(tensors)))
     if lost:
         parts.append(section("Updates against the grid of the weights", _grid(lost)))
@@ -98,7 +98,7 @@ def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Marku
 def _findings(rows: Sequence[Row], lost: Sequence[UpdateGrid]) -> Markup:
     """Make the section of findings: from a ``Monitor``'s rules, the likely cause first, and from the whole run."""
     found = findings_in(rows)
-    said = [f"{each.where}: {each.message}. To do: {each.fix}." for each in found]
+    said = [f"{each.where}: {each.message}. Fix: {each.fix}." for each in found]
     bad = [row for row in rows if not row.is_finite]
     if bad and not any(each.code == "HS116" and each.severity == "error" for each in found):
         first = min(row.step for row in bad)
@@ -107,12 +107,12 @@ def _findings(rows: Sequence[Row], lost: Sequence[UpdateGrid]) -> Markup:
     rounded = [each for each in lost if each.lost >= 0.5]
     if rounded:
         worst = max(rounded, key=lambda each: each.lost)
-        others = f" {len(rounded)} of {len(lost)} parameters lose half of theirs or more." if len(rounded) > 1 else ""
+        others = f" {len(rounded)} of {len(lost)} parameters lose at least half." if len(rounded) > 1 else ""
         share = _percent(worst.lost)
-        text = f"{share} of the updates of {worst.name} are too small to change a number in {worst.dtype}.{others}"
+        text = f"{share} of the updates of {worst.name} are too small to change a weight in {worst.dtype}.{others}"
         said.append(text)
     if not said:
-        return paragraph("Nothing: no overflow, nothing close to one, and few numbers that are too small.")
+        return paragraph("No findings: no overflow, no tensor close to one, and few values that are too small.")
     return element("ul", *(element("li", text) for text in said))
 
 
@@ -139,14 +139,14 @@ def _exponents(kind: str, tensors: Sequence[Tensor]) -> Markup:
             )
         )
     scaled = [each.last.scale for each in shown if each.last.scale != 1.0]
-    text = "Each row is a tensor, over all steps: the more of its numbers have an exponent, the stronger is the color."
+    text = "Each row is a tensor, over all steps: the more values have an exponent, the stronger its color."
     if len(shown) < len(tensors):
-        worst = "the least headroom" if kind == "output" else "the most small numbers"
+        worst = "the least headroom" if kind == "output" else "the most small values"
         text += f" These are the {len(shown)} of {len(tensors)} with {worst}."
     if scaled:
         text += (
-            f" Numbers are shown without the loss scale. It was {power(math.log2(scaled[-1]))} at last, and moves the "
-            "range of the dtype to the left. Without it, all that is left of the dashed line would have become 0."
+            f" Values are shown without the loss scale. The last scale, {power(math.log2(scaled[-1]))}, shifts the "
+            "range of the dtype to the left. Without it, all values left of the dashed line would have become 0."
         )
     value_name = "headroom" if kind == "output" else "small"
     description = (
@@ -156,7 +156,7 @@ def _exponents(kind: str, tensors: Sequence[Tensor]) -> Markup:
     )
     picture = strips(_NAMES[kind], description, rows, low=low, high=high, value_name=value_name)
     return figure(
-        key(*_COLORS), picture, numbers(f"Numbers of {counted(len(tensors), 'tensor')}", *_table(tensors)), caption=text
+        key(*_COLORS), picture, numbers(f"Values of {counted(len(tensors), 'tensor')}", *_table(tensors)), caption=text
     )
 
 
@@ -178,7 +178,7 @@ def _table(tensors: Sequence[Tensor]) -> tuple[list[str], list[list[str]], str]:
         ]
         for each in tensors
     ]
-    caption = "Largest and headroom are the worst of all steps, rms is of the last one, and shares are means."
+    caption = "Largest and headroom are the worst of all steps, rms is from the last step, and shares are means."
     return names, body, caption
 
 
@@ -192,7 +192,7 @@ def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
             at[row.step] = min(at.get(row.step, math.inf), row.headroom)
     finite = [room for at in worst.values() for room in at.values() if math.isfinite(room)]
     if not finite:
-        return [paragraph("No number of these tensors is finite and other than 0.")]
+        return [paragraph("These tensors have no value that is finite and nonzero.")]
     high = max(8.0, 4.0 * math.ceil(max(finite) / 4.0))
     low = -1.0
     drawn = [
@@ -225,8 +225,8 @@ def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
         rooms = _power_or_none(row.headroom), f"{row.step:,}", _power_or_none(each.last.headroom)
         body.append([each.name, each.kind, each.last.dtype, *rooms])
     text = (
-        "By which factor the largest number could grow before it overflows, of the tensor that has the least, at each "
-        "step. A mark at the lower edge is a step with inf or NaN."
+        "The factor by which the largest value could grow before it overflows, for the tensor with the least "
+        "headroom at each step. A mark at the lower edge is a step with inf or NaN."
     )
     return [figure(picture, numbers("The tensors with the least headroom", names, body, "Least first."), caption=text)]
 
@@ -247,9 +247,9 @@ def _grid(lost: Sequence[UpdateGrid]) -> Markup:
     ]
     whole = sum(each.lost for each in lost) / len(lost)
     text = (
-        "How large the updates are, measured in half of the distance from a weight to the next number of its dtype. "
-        "Left of the line they round to nothing. Weights are what the optimizer steps: fp32 masters, where there are "
-        "some. Sizes of updates and weights are taken as independent, and updates of 0 are left out."
+        "The sizes of updates, in units of half the distance from a weight to the next number of its dtype. Updates "
+        "left of the line round away. Weights are the values that the optimizer steps: fp32 masters, if there are "
+        "any. Sizes of updates and weights are assumed to be independent, and updates of 0 are left out."
     )
     if len(shown) < len(lost):
         text += f" These are the {len(shown)} of {len(lost)} parameters that lose the most."
@@ -259,7 +259,7 @@ def _grid(lost: Sequence[UpdateGrid]) -> Markup:
     )
     body = [[each.name, each.dtype, _percent(each.lost)] for each in lost]
     caption = "The share of updates that change nothing."
-    shares = numbers(f"Numbers of {counted(len(lost), 'parameter')}", ["parameter", "dtype", "lost"], body, caption)
+    shares = numbers(f"Values of {counted(len(lost), 'parameter')}", ["parameter", "dtype", "lost"], body, caption)
     colors = key(("cell low", "rounds to nothing"), ("cell normal", "changes the weight"))
     return figure(colors, picture, shares, caption=text)
 

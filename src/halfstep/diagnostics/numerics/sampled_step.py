@@ -1,4 +1,4 @@
-"""One sampled step of a training: the hooks on it, and the tensors that they have seen."""
+"""A sampled step of a training: its hooks, and the tensors that the hooks have seen."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SampledStep:
         output_grads: True to sample the gradients of their outputs.
         graded: True to ignore forward passes without gradients.
         count: the number of elements to sample of each tensor.
-        live_scale: returns the tensor by which losses are multiplied now; None if not known.
+        live_scale: a function that returns the current loss scale as a tensor; None if the scale is not known.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class SampledStep:
 
         Args:
             params: the parameters.
-            scale: the relation of the numbers to the loss scale.
-            inverse: a factor for the samples. If given, only samples are taken, because the extremes are known.
+            scale: the relation of the values to the loss scale.
+            inverse: a factor for the samples. If given, only samples are taken, because the caller has the extremes.
         """
         grads = get_grads([param for _, param in params])
         found: dict[torch.device, list[Param]] = defaultdict(list)

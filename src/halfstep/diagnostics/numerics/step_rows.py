@@ -113,7 +113,7 @@ def _with(row: Row, squares: float, zeros: float, bad: float, steps: float, larg
 
 
 class StepRows(NamedTuple):
-    """The numbers of a sampled step. Rows take more memory, so they are made only on demand.
+    """The statistics of a sampled step. Rows take more memory, so they are made only on demand.
 
     Attributes:
         survey: the sampled tensors.

@@ -1,7 +1,7 @@
 """Statistics of the tensors of one step, computed on their devices and read when they are ready.
 
-The largest magnitude is exact. All other statistics come from a sample: every n-th element. Exponents are taken from
-the bits of a float, 20 times faster than by a logarithm.
+The largest magnitude is exact. All other statistics come from a sample: every n-th element. Exponents are read from
+the bits of each float, which is 20 times faster than a logarithm.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Callers = tuple[tuple[str, tuple[int, ...]], ...]
 _Extremes = tuple[torch.Tensor, torch.Tensor]
 
 LossScale = Literal["none", "in", "out"]
-"""The relation of numbers to the loss scale: unrelated, multiplied by it, or already divided by it."""
+"""The relation of values to the loss scale: unrelated, multiplied by it, or already divided by it."""
 
 Param = tuple[str, torch.dtype, torch.Tensor]
-"""The name of a parameter, the dtype in which its numbers were computed, and a tensor of its shape."""
+"""The name of a parameter, the dtype in which its values were computed, and a tensor of its shape."""
 
 
 class TensorId(NamedTuple):
-    """The identity of a row's tensor: the attributes of ``Row`` that are known before its numbers."""
+    """The identity of a row's tensor: the attributes of ``Row`` that are known before its statistics."""
 
     step: int
     module: str
@@ -63,7 +63,7 @@ class Sampled(NamedTuple):
         number: the index among the sampled tensors of the step.
         about: the identity of the tensor.
         sampled: the number of its elements that are counted.
-        scale: the relation of its numbers to the loss scale.
+        scale: the relation of its values to the loss scale.
         callers: for an output, the running modules.
     """
 
@@ -275,7 +275,7 @@ def _places(sampled: tuple[int, ...], device: torch.device) -> tuple[torch.Tenso
 
 
 def _counted(looked: list[Sampled], numbers: torch.Tensor, probes: torch.Tensor) -> _Block:
-    """Count the numbers of tensors, one line per tensor."""
+    """Count the values of tensors by bin, one line per tensor."""
     lines, width = numbers.shape
     bits = numbers.view(torch.int32) & _MAGNITUDE
     kinds = (bits >> 23) + bits.clamp(max=1) + (bits - _INFINITY).clamp_(0, 1)
@@ -302,7 +302,7 @@ def _look(samples: _Samples, here: torch.Tensor) -> int:
 
 
 def can_survey(tensor: Any) -> TypeGuard[torch.Tensor]:
-    """True for a real, dense, nonempty floating tensor of at least 16 bits, whose numbers can be counted."""
+    """True for a real, dense, nonempty floating tensor of at least 16 bits, whose values can be counted."""
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.dtype in _DTYPES

@@ -91,7 +91,7 @@ def as_reference(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def as_candidate(model: nn.Module, policy: Policy | None) -> Iterator[None]:
-    """Apply a policy to a model, and to code outside of it, within the block.
+    """Apply a policy to a model, and to code outside the model, within the block.
 
     Args:
         model: any module.

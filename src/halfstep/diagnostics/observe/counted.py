@@ -42,7 +42,7 @@ class CountedOp(NamedTuple):
 
 
 def counting(names: Mapping[nn.Module, str] | None, *, casts: bool = False) -> tuple[CallWatch, Counter[CountedOp]]:
-    """Make a watch that counts the ops that compute or copy numbers; the counts are ordered by first occurrence.
+    """Make a watch that counts the ops that compute or copy values; the counts are ordered by first occurrence.
 
     Args:
         names: see ``CallWatch``.

@@ -1,8 +1,6 @@
 """The modes that see torch functions and ops, forward and backward, and find the origin of each cast.
 
-``CallWatch`` enters the modes.
-
-A dispatch mode sees the ops below autograd, as they run on the device.
+``CallWatch`` enters the modes. The dispatch mode sees the ops below autograd, as they run on the device.
 """
 
 from __future__ import annotations
@@ -61,11 +59,11 @@ _CONVERSIONS = frozenset(("to", "type", "type_as", "half", "bfloat16", "float", 
 _PASS_ON = ("torch.", "halfstep.diagnostics.observe.", "halfstep.casting.dispatch")
 
 _OBSERVERS = ("halfstep.diagnostics.numerics.s", "halfstep.diagnostics.findings.", "halfstep.formats.history")
-"""Modules whose ops look at a step: ``survey``, ``sampled_step``, what looks at updates, and what delays scales."""
+"""Modules whose ops observe a step: ``survey``, ``sampled_step``, the modules of updates and of delayed scales."""
 
 _CHECKS = tuple(f"halfstep.casting.{name}" for name in ("inputs", "finite", "buffers", "operands"))
 _READS = frozenset(("abs", "aminmax", "equal", "max", "round", "_local_scalar_dense"))
-"""The ops with which modules of ``casting`` look at values that they do not change."""
+"""The ops by which modules of ``casting`` read values without changing them."""
 
 _COPIES = frozenset(("_to_copy", "copy_"))
 
@@ -322,7 +320,7 @@ class OpMode(TorchDispatchMode):
         return Cast(source.dtype, target.dtype, *self._maker(call), size)
 
     def _emulated_dtype(self, call: OpCall) -> torch.dtype | RoundedTo | None:
-        """Find the dtype for which an emulated product stands, in a backward pass from the product's forward."""
+        """Find the dtype that an emulated product emulates; in a backward pass, from the product's forward."""
         if call.op is OP or not row_of(call.canonical).kind:
             return rounded_to(call.args) if call.op is OP else None
         if call.backward and (node := current_node()) is not None:
@@ -361,13 +359,13 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _caller() -> str:
-    """Return the name of the module that called torch, or of FSDP2's; modes that pass calls on are left out."""
+    """Return the name of the Python module that called torch (or FSDP2), skipping modes that forward the call."""
     names = (frame.f_globals.get("__name__", "") for frame in _frames())
     return next((n for n in names if n.startswith("torch.distributed.") or not n.startswith(_PASS_ON)), "")
 
 
 def _is_bookkeeping(call: OpCall) -> bool:
-    """True for an op with which halfstep looks at a step: it is no op of the step."""
+    """True for an op by which halfstep observes a step, which is not an op of the step itself."""
     return _caller().startswith(_CHECKS + _OBSERVERS if call.name in _READS else _OBSERVERS)
 
 

@@ -26,7 +26,7 @@ _DERIVED = ("headroom", "subnormal", "flushed")
 
 
 class Range(NamedTuple):
-    """The exponents that bound the numbers of a dtype, on a scale without the loss scale.
+    """The exponents that bound the values of a dtype, with the loss scale divided out.
 
     Attributes:
         subnormal: the exponent of the smallest number, which has one significant bit.
@@ -43,17 +43,17 @@ class Range(NamedTuple):
 class Row:
     """The statistics of one tensor in one step. Shares are between 0 and 1.
 
-    All magnitudes are without the loss scale; ``scale`` is the factor that the numbers had when they were computed in
-    ``dtype``. Headroom and the subnormal and flushed shares refer to the scaled numbers.
+    All magnitudes are without the loss scale; ``scale`` is the factor that the values had when they were computed in
+    ``dtype``. Headroom and the subnormal and flushed shares refer to the scaled values.
 
     Attributes:
         step: the index of the optimizer's step, from 0; without an optimizer, the index of the model's forward pass.
         module: the qualified name of the module; for "grad", "update" and "weight", the name of the parameter.
         tensor: "output", "output_grad", "grad", "update" or "weight".
         call: the index of the module's call within one forward pass, from 0.
-        dtype: the dtype in which the numbers were computed, such as "float16".
-        numel: the count of numbers.
-        amax: the largest magnitude; inf or NaN if a number is. In merged gradients of several steps, steps with an
+        dtype: the dtype in which the values were computed, such as "float16".
+        numel: the number of elements.
+        amax: the largest magnitude; inf or NaN if a value is. In merged gradients of several steps, steps with an
             overflow do not count.
         smallest: the smallest nonzero magnitude in the sample; inf if there is none.
         rms: the root of the mean square.
@@ -62,12 +62,12 @@ class Row:
         nan: the share of NaN.
         exponents: by exponent, the count of magnitudes of the sample in [2**exponent, 2 * 2**exponent). Empty without
             ``bins``.
-        scale: the loss scale that was divided out of these numbers; 1.0 if there was none.
+        scale: the loss scale that was divided out of these values; 1.0 if there was none.
         probe: values at evenly spread positions, equal for equal shapes, by which two runs are compared. Empty in a
             merged row.
         merged: the number of rows that were merged; for gradients, the number of steps.
-        began_in: for an output with inf or NaN, the module in which they began: the innermost running module that got
-            only finite inputs. "(step)" if the model itself got inf or NaN; empty if not known.
+        began_in: for an output with inf or NaN, the module in which they began: the innermost running module with
+            finite inputs. "(step)" if the inputs of the model itself had inf or NaN; empty if not known.
     """
 
     step: int
@@ -105,7 +105,7 @@ class Row:
 
     @property
     def subnormal(self) -> float:
-        """The share of numbers below the normal range of ``dtype``, which have less precision. NaN without ``bins``."""
+        """The share of values below the normal range of ``dtype``, which have less precision. NaN without ``bins``."""
         if not self.exponents:
             return 0.0 if self.zeros == 1.0 else math.nan
         first = self.range.normal
@@ -114,11 +114,11 @@ class Row:
 
     @property
     def flushed(self) -> float:
-        """The estimated share of numbers that became 0 because they were too small for ``dtype``. NaN without ``bins``.
+        """The estimated share of values that became 0 because they were too small for ``dtype``. NaN without ``bins``.
 
-        Flushed numbers cannot be counted afterwards. The estimate continues the counts at the lowest exponents below
-        the smallest number, limited by the number of zeros. So zeros of a ReLU, or of embedding rows outside of the
-        batch, count as flushed only if numbers close to the edge are frequent.
+        Flushed values cannot be counted afterwards. The estimate extrapolates the counts at the lowest exponents below
+        the smallest number, limited by the number of zeros. So zeros of a ReLU, or of embedding rows that the batch
+        does not use, count as flushed only if values close to the edge are frequent.
         """
         if not self.exponents:
             return 0.0 if self.zeros in (0.0, 1.0) else math.nan
@@ -143,14 +143,14 @@ class Row:
 
     @property
     def range(self) -> Range:
-        """The range of the numbers that ``dtype`` can hold, with the scale divided out."""
+        """The range of values that ``dtype`` can represent, with the scale divided out."""
         finfo = torch.finfo(getattr(torch, self.dtype))
         ends = (finfo.smallest_normal * finfo.eps, finfo.smallest_normal, finfo.max)
         return Range(*(round(math.log2(end)) - round(math.log2(self.scale)) for end in ends))
 
     @property
     def _nonzero(self) -> float:
-        """The share of finite nonzero numbers, the only ones that ``exponents`` counts."""
+        """The share of finite nonzero values, which ``exponents`` counts."""
         return 1.0 - self.zeros - self.overflow - self.nan
 
 
@@ -196,7 +196,7 @@ def _sum(rows: list[Row]) -> Row:
 def save_rows(path: str | Path, rows: Iterable[Row], **about: Any) -> None:
     """Write rows as JSON lines after a header line.
 
-    Numbers that are not finite are written as ``Infinity`` and ``NaN``, as Python's ``json`` does.
+    Infinities and NaN are written as ``Infinity`` and ``NaN``, as by Python's ``json``.
 
     Args:
         path: the file; missing folders are created. An existing file is replaced as a whole.
@@ -234,6 +234,6 @@ def _row(line: bytes, path: str | Path, number: int) -> Row:
         return Row.from_dict(json.loads(line))
     except (ValueError, TypeError, AttributeError) as error:
         raise ArgumentValueError(
-            f"Line {number} of {path} is no row of halfstep.numerics ({error}). The file was cut short or changed: "
+            f"Line {number} of {path} is not a row of halfstep.numerics ({error}). The file was cut short or changed: "
             "save it again, or delete the line."
         ) from error

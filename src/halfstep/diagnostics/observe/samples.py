@@ -33,10 +33,10 @@ MOST_TENSORS = 128
 """The number of tensors that are sampled."""
 
 PROOF = 64
-"""The number of values on the grid of a 16-bit format below which nothing is proved."""
+"""The least number of values on the grid of a 16-bit format that proves a rounding."""
 
 _ELEMENTS = 2**16
-"""The number of elements that are sampled in total: a share of them has a standard deviation of at most 0.002."""
+"""The number of elements that are sampled in total, so that a share has a standard deviation of at most 0.002."""
 
 
 class Drawn(NamedTuple):

@@ -90,9 +90,9 @@ class ModuleListener(Protocol):
 class CallWatch:
     """A watch of this thread and its backward passes, from ``begin`` to ``end`` or in a ``with`` block.
 
-    Several watches may be on at once and end in any order; use a watch with ``functions`` or ``casts`` as a block. A
-    watch does not change results and leaves nothing behind. Compiled code runs eagerly meanwhile, so that modules and
-    ops are visible.
+    Several watches may be active at once and end in any order; use a watch with ``functions`` or ``casts`` in a
+    ``with`` block. A watch does not change results, and removes everything that it added. While it is active, compiled
+    code runs eagerly, so that modules and ops are visible.
 
     Args:
         names: the modules to watch, with their names, as from ``qualified_names``. None watches all modules that run;
@@ -137,10 +137,10 @@ class CallWatch:
 
     def begin(self) -> CallWatch:
         """Start the reports."""
-        # Compiled code runs no hooks. A process that never imported the compiler has compiled nothing.
+        # Compiled code runs no hooks. A process that has not imported the compiler has not compiled anything.
         if self._modes or "torch._dynamo" in sys.modules:
             self._open.enter_context(compiled_code_eager)
-        # A listener to modules also wants to know what layers with formats lose.
+        # A listener to modules also measures the rounding of layers with formats.
         self._open.enter_context(nullcontext() if self._modules is None else measuring())
         self._hook_modules()
         if self._ops is not None:
@@ -152,7 +152,7 @@ class CallWatch:
         return self
 
     def end(self) -> None:
-        """Stop for good. Drops the modes, which refer to this watch, so that its modules are freed at once."""
+        """Stop for good, and drop the modes, which refer to this watch, so that Python frees its modules at once."""
         self._open.close()
         self._modes.clear()
 
