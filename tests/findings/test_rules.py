@@ -688,7 +688,7 @@ NOT_FINITE: dict[str, tuple[Any, Any, str, str]] = {
     "a module": (torch.log, lambda m: m(-X).mean(), "1", "loss of this batch is NaN: inf or NaN begins in 1"),
     "between modules": (lambda x: nn.Flatten()(x / 0), lambda m: m(X).mean(), "1", "begins in 1, whose"),
     "the batch": (torch.sin, X.masked_fill(X == 1, torch.nan), "the batch", "output of this batch is NaN: the batch"),
-    "the loss": (torch.sin, lambda m: -m(X).mean() / 0, "the loss", "is -?inf: the loss function makes it"),
+    "the loss": (torch.sin, lambda m: -m(X).mean() / 0, "the loss", "is -?inf: the loss function computes it"),
     "a mask, nothing": (torch.nan_to_num, X.masked_fill(X == 1, -torch.inf), "", ""),
 }
 

@@ -104,7 +104,7 @@ def test_what_stands_out_is_said_first(page: str) -> None:
     assert said[0].startswith("layer: at step 200 the output of layer holds inf or NaN; it is the first such output.")
     assert "Fix: keep the module in float32" in said[0]
     assert any(
-        re.match(r"\S+ % of the updates of layer.weight are too small to change a number in bfloat16", each)
+        re.match(r"\S+ % of the updates of layer.weight are too small to change a weight in bfloat16", each)
         for each in said
     )
 

@@ -52,7 +52,7 @@ class Pass:
     Attributes:
         args: the positional arguments of the model.
         kwargs: the keyword arguments.
-        values: parameters and buffers of the model, with their values and those of their masters before the pass.
+        values: the parameters and buffers of the model, with their values, and their masters' values, before the pass.
         random: the state of torch's random numbers before the pass.
         loss: the latest loss of the step.
         output: True if the model returned finite values; None if it has not returned.

@@ -71,7 +71,7 @@ def _sensitive_ops(facts: Facts) -> Iterator[Found]:
     seen = facts.forward
     fix = "Compute them in fp32 (x.float()) and cast the result, as torch's own norms do."
     if zero := facts.zero_norms:
-        text = "A norm returns zeros: its sum of squares is inf in 16 bits, and it divides by that."
+        text = "A norm returns zeros: its sum of squares is inf in 16 bits, so that the division gives 0."
         yield Found("error", listed(zero), text, {"ops": zero}, fix)
     if statistics := [name for name in facts.norms if name not in facts.zero_norms]:
         text = "A norm computes its statistics in 16 bits."
@@ -170,7 +170,7 @@ def inputs_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
     given, casting = (hooks := hooks_of(facts.model)).inputs, hooks.casting
     stay = sorted({place for (place, *_), _ in given.stays}, key=str) if given is not None else []
     if stay and casting is not None:
-        text = f"Inputs hold integers that {dtype_name(casting.dtype)} does not have, so they stay float32."
+        text = f"Inputs contain integers that {dtype_name(casting.dtype)} cannot represent, so they stay float32."
         yield Found("note", listed([f"input {place}" for place in stay]), text, {"inputs": stay})
 
 
@@ -179,15 +179,15 @@ def buffers_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
     passes = hooks_of(facts.model).passes
     if passes is not None and passes.spared:
         dtype = dtype_name(passes.casting.dtype)
-        text = f"Buffers stay float32: {dtype} would destroy what they hold, or what the model adds to them."
+        text = f"Buffers stay float32: {dtype} would lose their values, or the updates that the model makes to them."
         yield Found("note", listed(list(passes.spared)), text, {"buffers": list(passes.spared)})
 
 
 ROUNDED = (
-    "fp32 weights that have stepped hold nothing but 16-bit numbers: something rounds them after each step.",
-    "Look for what copies 16-bit weights into them: load_state_dict, .half(), a 16-bit twin of the model.",
+    "fp32 weights hold only 16-bit values although they have stepped: some code rounds them after each step.",
+    "Find the code that copies 16-bit weights into them: load_state_dict, .half(), a 16-bit copy of the model.",
 )
-"""What is wrong with weights that are fp32 in name only, and what to do."""
+"""The message and the fix of weights that are fp32 in name only."""
 
 
 def fp32_in_name_only(facts: Facts) -> Iterator[Found]:
@@ -205,13 +205,13 @@ def fp32_in_name_only(facts: Facts) -> Iterator[Found]:
 
 
 BEGINS = {
-    "the batch": ("the batch holds it, before any op", "Look at the batch and at what prepares it, or skip it."),
+    "the batch": ("the batch already contains it", "Check the batch and the code that prepares it, or skip it."),
     "the loss": (
-        "the loss function makes it of finite values",
-        "Look at the target of this batch, and at a log, a division or a sum in the loss; compute it in float().",
+        "the loss function computes it from finite values",
+        "Check the target of this batch, and a log, a division or a sum in the loss; compute the loss in fp32.",
     ),
 }
-"""Where inf or NaN begins outside of the model, in words, and what to do."""
+"""The message and the fix for inf or NaN that begins outside the model, by its place."""
 
 
 def loss_not_finite(facts: Facts) -> Iterator[Found]:
@@ -231,13 +231,13 @@ def fsdp_reduces_in_16_bits(facts: Facts) -> Iterator[Found]:
     halves = [(module, policy) for module, policy in fsdp_policies(facts.modules) if policy.param_dtype in HALF_DTYPES]
     modules = [facts.name_of(module) for module, policy in halves if policy.reduce_dtype in (None, *HALF_DTYPES)]
     if modules:
-        text = "FSDP2 adds up the gradients of all ranks in 16 bits."
+        text = "FSDP2 sums the gradients of all ranks in 16 bits."
         yield Found("warning", listed(modules), text, {"modules": modules})
 
 
 RULES: Rules = {
     "HS104": (sensitive_parts_in_16_bits, ""),
-    "HS105": (loss_in_16_bits, "Compute it from logits.float(), or within amp.auto_cast, which does so."),
+    "HS105": (loss_in_16_bits, "Compute it from logits.float(), or within amp.auto_cast, which does this."),
     "HS109": (average_in_16_bits, "Average fp32 weights: amp.master_model(model) gives the masters as a model."),
     "HS111": (no_units, ""),
     "HS112": (fp32_in_name_only, ""),
@@ -250,5 +250,5 @@ RULES: Rules = {
         buffers_that_a_cast_destroys,
         "Nothing is lost; ops that mix dtypes cost a cast. cast_ops=False of amp.initialize casts these buffers, too.",
     ),
-    "HS122": (loss_not_finite, "halfstep.diagnose finds the op, and says whether fp32 has the same."),
+    "HS122": (loss_not_finite, "halfstep.diagnose finds the op, and tests whether fp32 has the same problem."),
 }
