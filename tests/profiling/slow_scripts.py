@@ -6,9 +6,23 @@ its text.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import gzip
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
 
-__all__ = ["SCRIPTS", "TRACES", "Slow"]
+import torch
+
+from halfstep.profiling.accounts import RunSettings
+from halfstep.profiling.answer import Profile, profile_of
+from halfstep.profiling.machine import Machine
+from halfstep.profiling.trace import trace_of
+
+__all__ = ["RECORDED", "SCRIPTS", "TRACES", "Slow"]
+
+RECORDED = Path(__file__).parents[1] / "golden" / "slow_scripts"
 
 TRACES = {
     "conv_01_large_spatial_small_ch": ("HS202", "3 channels"),
@@ -44,6 +58,28 @@ class Slow(NamedTuple):
         names: dict[str, object] = {"__name__": "__main__"}
         exec(compile(PRELUDE + self.text, self.name, "exec"), names)
         return names
+
+    def recorded(self) -> Profile:
+        """Profile the steps that ``RECORDED`` has of this script."""
+        name = re.sub(r"[^\w-]+", "_", self.name).strip("_")
+        known: Any = json.loads(gzip.decompress((RECORDED / f"{name}.json.gz").read_bytes()))
+        tables, (names, cats, threads, starts, times, args) = known["events"]["tables"], known["events"]["columns"]
+        events = [
+            {
+                **{key: tables[key][at] for key, at in zip(("name", "cat", "tid", "args"), row, strict=True)},
+                "ph": "X",
+                "pid": 1,
+                "ts": start / 10,
+                "dur": duration / 10,
+            }
+            for *row, start, duration in zip(
+                names, cats, threads, args, itertools.accumulate(starts), times, strict=True
+            )
+        ]
+        denormal = {tuple(size): share for size, share in known["settings"]["denormal"]}
+        facts = {**known["settings"], "device": torch.device("cpu"), "denormal": denormal}
+        settings = RunSettings(**{key: tuple(fact) if isinstance(fact, list) else fact for key, fact in facts.items()})
+        return profile_of(trace_of(events), Machine(**known["machine"]), settings, "recorded")
 
 
 PRELUDE = """

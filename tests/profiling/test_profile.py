@@ -27,10 +27,15 @@ from halfstep.profiling.trace import covered, minus, overlap, trace_of, union
 from .slow_scripts import SCRIPTS, TRACES, Slow
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "traces"
-CAUSES = 27
-"""Of 30 scripts: those whose cause is first."""
+MISSED = [
+    "a gradient norm read by parameter",
+    "eight threads on two cores",
+    "sixty-four threads",
+    "fp32 gradients of a bfloat16 model sent",
+]
+"""Of 30 recorded scripts: those whose cause is not first."""
 
-QUICK = ("a loop over rows", "an fp32 island: gelu", "AdamW of many", "a data set that sleeps", "a metric read")
+QUICK = ("an fp32 island: gelu", "AdamW of many", "a data set that sleeps")
 
 
 @pytest.fixture(autouse=True)
@@ -66,14 +71,11 @@ def test_the_cause_of_a_slow_script_is_found(script: Slow) -> None:
     assert script.cause in causes(script)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore")
-def test_the_causes_of_most_slow_scripts_are_found() -> None:
-    """Which cause is first depends on times, and so on the machine: on a busy one the host seems to be slow."""
-    found = {script.name: (script.cause, causes(script)) for script in SCRIPTS}
-    wrong = {name: codes for name, (cause, codes) in found.items() if cause not in codes}
-    assert len(found) - len(wrong) >= CAUSES, wrong
+def test_the_causes_of_recorded_slow_scripts_are_first() -> None:
+    """Which cause is first depends on times, and so on the machine: these are two steps each, of one busy machine."""
+    found = {script.name: [each.code for each in script.recorded().findings][:1] for script in SCRIPTS}
+    assert len(found) == 30
+    assert [script.name for script in SCRIPTS if found[script.name] != [script.cause]] == MISSED
 
 
 def test_the_faults_of_public_traces_are_first() -> None:
@@ -148,6 +150,14 @@ def launched(op: str, number: int, start: float, end: float, dtype: str = "float
         event("cudaLaunchKernel", number + 0.1, number + 0.2, "cuda_runtime", 1, correlation=number),
         event("k", start, end, correlation=number, tid=more.get("stream", 7)),
     ]
+
+
+def test_the_batch_of_a_weight_gradient_lies_side_by_side_in_no_matrix() -> None:
+    dims = {"Input Dims": [[1024, 4], [4, 1024]], "Input Strides": [[1, 1024], [1024, 1]]}
+    known = account(launched("aten::mm", 1, 10, 50, "c10::BFloat16", **dims)).works[0]
+    assert known.product is not None
+    assert known.product.aligned == (1024,)
+    assert known.bytes == 2 * (2 * 4 * 1024 + 1024 * 1024)  # what it writes is larger than what it reads
 
 
 def account(*events: list[dict[str, Any]], **settings: Any) -> Account:

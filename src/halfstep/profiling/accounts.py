@@ -61,7 +61,7 @@ class Account:
         host: the intervals in which the device has nothing to do, and waits neither for data nor for a read.
         data: the intervals in which a step waits for data.
         reads: the intervals in which numbers are read by the host, one after the other.
-        halves: the dtypes of 16 bits of the ops.
+        half: the dtype of 16 bits that the model computes in; "" if in none.
     """
 
     def __init__(self, trace: ChromeTrace, machine: Machine, settings: RunSettings) -> None:
@@ -69,7 +69,8 @@ class Account:
         self.steps = len(trace.steps)
         start, end = trace.window
         self.works = [work_of(piece) for piece in trace.pieces if start <= piece.start < end]
-        self.window = minus([(start, end)], [] if trace.on_gpu else self._between_steps(start, end))
+        steps = [] if trace.on_gpu else self.marked(STEP)  # between them the profiler itself works
+        self.window = overlap([(start, end)], steps) if steps else [(start, end)]
         self.total = covered(self.window)
         self.data = self._data()
         spans = {kind: self.spans(each for each in self.works if each.kind == kind) for kind in KINDS}
@@ -96,7 +97,7 @@ class Account:
         self.kinds["host"] = covered(self.host)
         self.reads = self._reads()
         dtypes = {each.dtype for each in self.works if each.kind in ("products", "memory-bound ops")}
-        self.halves = sorted(dtypes & {"bfloat16", "float16"} | set(settings.half))
+        self.half = min(dtypes & {"bfloat16", "float16"} | set(settings.half), default="")
 
     def spans(self, works: Iterable[Work]) -> list[Interval]:
         """Merge the intervals of works."""
@@ -109,10 +110,6 @@ class Account:
     def ms(self, microseconds: float) -> float:
         """Milliseconds of one step."""
         return microseconds / 1e3 / self.steps
-
-    def _between_steps(self, start: float, end: float) -> list[Interval]:
-        """The time in which the profiler itself works."""
-        return minus([(start, end)], self.marked(STEP)) if self.marked(STEP) else []
 
     def _data(self) -> list[Interval]:
         firsts = sorted(mark.start for mark in self.trace.marks if mark.name == FORWARD)

@@ -12,7 +12,11 @@ from typing import Any
 
 import click
 
+from ..core.text import counted
+
 __all__ = ["make_command"]
+
+_LEVELS = "cast its ops to bfloat16 (O1), its model after its first step (O2), or nothing (O0)"
 
 
 def make_command(script_of: Any, options: Callable[[Any], Any], context_settings: dict[str, Any]) -> click.Command:
@@ -25,7 +29,7 @@ def make_command(script_of: Any, options: Callable[[Any], Any], context_settings
     """
 
     @click.command(context_settings=context_settings)
-    @click.option("--level", type=click.Choice(["O0", "O1"]), help="cast its ops to bfloat16 (O1), or none (O0)")
+    @click.option("--level", type=click.Choice(["O0", "O1", "O2"]), help=_LEVELS)
     @click.option("--html", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="write an HTML page")
     @options
     @click.pass_obj
@@ -39,17 +43,19 @@ def make_command(script_of: Any, options: Callable[[Any], Any], context_settings
 
 
 def _profile(script: Any, level: str | None, html: Path | None) -> None:
-    from ..amp import auto_cast
+    from ..amp import auto_cast, initialize
     from .run import of_run
 
+    to_o2 = functools.partial(initialize, opt_level="O2", dtype="bfloat16", verbosity=0) if level == "O2" else None
     with ExitStack() as stack:
         stack.enter_context(script.prepared("profile"))
-        if level is not None:
+        if level in ("O0", "O1"):
             stack.enter_context(auto_cast(level == "O1", level="O1", dtype="bfloat16"))
-        found = of_run(script.run)
-    if found is None:
+        found = of_run(script.run, to_o2)
+    if isinstance(found, int):
         sys.exit(
-            f"Error: {Path(script.name).name} has ended before its fourth step of an optimizer: nothing to profile."
+            f"Error: {Path(script.name).name} has ended after {counted(found, 'optimizer step')} in this process. The "
+            "first 3 are not measured: profile needs 4 or more. Give the script more batches."
         )
     if html is not None:
         found.report(html, shlex.join(script.line("profile", f"--html={html}")))

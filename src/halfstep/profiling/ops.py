@@ -114,8 +114,7 @@ def work_of(piece: Piece) -> Work:
     told = next((each for each in chain if any(isinstance(size, list) and size for size in each.dims)), call)
     products = [each for each in chain if _is_product(each.name)]
     main = products[0] if products else None
-    counts = [_count(each) for each in told.dims]
-    sizes = [SIZES.get(dtype, 0) for dtype in told.dtypes]
+    counts, sizes = [_count(each) for each in told.dims], [SIZES.get(dtype, 0) for dtype in told.dtypes]
     dtype = next((dtype for dtype, count in zip(told.dtypes, counts, strict=False) if dtype and count), "")
     kind, op = _kind(names, told, main), _short(told.name)
     read = sum(count * size for count, size in zip(counts, sizes, strict=False))
@@ -128,8 +127,9 @@ def work_of(piece: Piece) -> Work:
     fills = any(_short(name) in ("zero_", "_foreach_zero_", "fill_") for name in names)
     bare = all(each.mark or _short(each.name) in ("zero_", "_foreach_zero_", "fill_") for each in chain)
     zeroes = fills and bare and not any("Optimizer.step" in name for name in names)
-    written = count * SIZES.get(dtype, 0) if op not in ("zero_", "fill_") else 0
-    return Work(piece, kind, op, dtype, count, float(read + written), product, zeroes, (products or [call])[-1])
+    made = product.batch * product.m * product.n if product is not None and product.what == "product" else count
+    moved = float(read + made * (SIZES.get(dtype, 0) if op not in ("zero_", "fill_") else 0))
+    return Work(piece, kind, op, dtype, count, moved, product, zeroes, (products or [call])[-1])
 
 
 def _kind(names: Sequence[str], told: Call, main: Call | None) -> str:
@@ -200,7 +200,9 @@ def _product(call: Call) -> Product | None:
     batch, m, k, n = math.prod(a[:-2]) if len(b) > 2 else 1, a[-2], a[-1], b[-1]
     m = m if len(b) > 2 else math.prod(a[:-1])
     text = f"[{m}x{k}] x [{k}x{n}]" + (f", {batch} of them" if batch > 1 else "")
-    return Product(batch, m, n, k, "product", text, (n, k))
+    known = [zip(each, by, strict=False) for each, by in zip(call.dims, call.strides, strict=False) if len(by) > 1]
+    beside = [size for each in known for size, by in each if by == 1 and size > 1]
+    return Product(batch, m, n, k, "product", text, tuple(dict.fromkeys([n, *(beside or [k])])))
 
 
 def _attention(name: str, shapes: list[Any]) -> Product | None:
@@ -238,9 +240,8 @@ def _convolution(call: Call, shapes: list[Any]) -> Product | None:
     spots = math.prod(x[2:]) if turned else math.prod(-(-size // by) for size, by in zip(x[2:], stride, strict=False))
     into, out = weight[1], weight[0] // groups
     text = "transposed " if turned else "depthwise " if groups > 1 and into == 1 else ""
-    text += (
-        f"{'x'.join(map(str, window))} convolution of {x[1]} channels to {weight[1] * groups if turned else weight[0]}"
-    )
+    made = weight[1] * groups if turned else weight[0]
+    text += f"{'x'.join(map(str, window))} convolution of {x[1]} channels to {made}"
     m, k = x[0] * spots, into * math.prod(window)
     passes = 2 if "backward" in name else 1
     aligned = () if groups > 1 and into == 1 else (into, out)

@@ -121,12 +121,8 @@ def host_waits(account: Account) -> Iterator[Cause]:
     us = covered(union([*account.waits, *account.reads]))
     if reads:
         count = len(reads) / account.steps
-        yield Cause(
-            us,
-            ".item()",
-            f"{counted(round(count), 'number is', 'numbers are')} read by the host, one by one",
-            {"reads": count},
-        )
+        text = f"{counted(round(count), 'number is', 'numbers are')} read by the host, one by one"
+        yield Cause(us, ".item()", text, {"reads": count})
 
 
 def waits_for_data(account: Account) -> Iterator[Cause]:
@@ -141,9 +137,8 @@ def threads(account: Account) -> Iterator[Cause]:
     if not account.trace.on_gpu and of.threads > of.cores > 0:
         us = account.busy * (1 - 1 / max(of.thread_cost, 1.0))
         text = f"{of.threads} threads on {counted(of.cores, 'core')}: small ops take {of.thread_cost:.3g} times as long"
-        yield Cause(
-            us, "all ops", text, {"threads": of.threads, "cores": of.cores}, f"torch.set_num_threads({of.cores})"
-        )
+        evidence = {"threads": of.threads, "cores": of.cores}
+        yield Cause(us, "all ops", text, evidence, f"torch.set_num_threads({of.cores})")
 
 
 # ---- products
@@ -179,7 +174,7 @@ def misaligned(account: Account) -> Iterator[Cause]:
 def fp32_products(account: Account) -> Iterator[Cause]:
     """HS205: products in float32 inside a model of 16 bits, which miss its units."""
     wide = [each for each in _products(account) if each.dtype == "float32"]
-    narrow = _half(account)
+    narrow = account.half
     if wide and narrow and not _emulated(account):
         us = _time(wide) * (1 - 1 / max(account.machine.gain("float32", narrow), 1.0))
         text = f"products in float32 take {account.ms(_time(wide)):.3g} ms in a model of {narrow}"
@@ -217,13 +212,12 @@ def below_roofline(account: Account) -> Iterator[Cause]:
         assert first is not None
         if not account.trace.on_gpu and first.text.startswith("depthwise"):
             continue  # no shape helps
-        least = sum(_least(account, each) for each in _once(works))
-        time = _time(works)
+        least, time = sum(_least(account, each) for each in _once(works)), _time(works)
         if time > (2.0 if account.trace.on_gpu else 5.0) * least / _REACHED:
             why, fix = _why(first)
             message = f"{text}: {least / time:.0%} of what {account.machine.name} can do{why}"
-            evidence = {"reached": least / time}
-            yield Cause(time - least / _REACHED, f"{op} {works[0].dtype} {text}", message, evidence, fix)
+            us, what = time - least / _REACHED, f"{op} {works[0].dtype} {text}"
+            yield Cause(us, what, message, {"reached": least / time}, fix)
 
 
 def _why(product: Product) -> tuple[str, str]:
@@ -231,11 +225,8 @@ def _why(product: Product) -> tuple[str, str]:
     if product.what == "attention":
         return "; attention", "F.scaled_dot_product_attention with a fused backend, and sequences packed or in windows"
     if product.what == "experts":
-        per = product.m / 1
-        return (
-            f"; {per:,.0f} rows for all experts",
-            "more tokens a step, or fewer experts a device (expert parallelism)",
-        )
+        text = f"; {product.m:,} rows for all experts"
+        return text, "more tokens a step, or fewer experts a device (expert parallelism)"
     if "transposed" in product.text:
         return "; transposed", "nn.Upsample and nn.Conv2d, or model.to(memory_format=torch.channels_last)"
     if product.what == "convolution":
@@ -247,11 +238,6 @@ def _why(product: Product) -> tuple[str, str]:
 
 def _products(account: Account) -> list[Work]:
     return [each for each in account.works if each.kind == "products"]
-
-
-def _half(account: Account) -> str:
-    """The dtype of 16 bits that a model computes in; "" if in none."""
-    return account.halves[0] if account.halves else ""
 
 
 def _emulated(account: Account) -> str:
@@ -295,7 +281,7 @@ def _changes_layout(work: Work) -> bool:
 
 def islands(account: Account) -> Iterator[Cause]:
     """HS204: ops in float32 between ops of 16 bits, with the casts around them."""
-    half = _half(account)
+    half = account.half
     wide = [each for each in _model(account) if each.kind == "memory-bound ops" and each.dtype == "float32"]
     wide = [each for each in wide if each.piece.time >= _SMALL / 3 and not _changes_layout(each)]
     if half and not _emulated(account) and wide:
@@ -339,9 +325,7 @@ def denormals(account: Account) -> Iterator[Cause]:
             us += each.piece.time * share * (1 - 1 / max(cost, 1.0))
             hit.append(each)
     if hit:
-        text = (
-            f"{max(shares.values()):.0%} of the numbers of a tensor are denormal, and cost up to {max(costs):.3g} times"
-        )
+        text = f"{max(shares.values()):.0%} of a tensor's numbers are denormal, and cost up to {max(costs):.3g} times"
         yield Cause(us, _names(hit), text)
 
 
@@ -355,11 +339,8 @@ def optimizer(account: Account) -> Iterator[Cause]:
     if not works or any(each.op.startswith("_fused") for each in works):
         return
     us = _time(works) if account.trace.on_gpu else covered(spans)
-    weights = (
-        account.settings.weights
-        or sum({id(each): each.count for each in account.works if "AccumulateGrad" in _chain(each)}.values())
-        // account.steps
-    )
+    gradients = sum(each.count for each in account.works if "AccumulateGrad" in _chain(each))
+    weights = account.settings.weights or gradients // account.steps
     least = 1e3 * account.machine.ms("float32", 0.0, 28.0 * weights) * account.steps
     count = len(works) // account.steps
     if count > 4:
@@ -384,15 +365,13 @@ def communication(account: Account) -> Iterator[Cause]:
     """HS216: what ranks send to each other is not hidden, or is float32 in a model of 16 bits."""
     us = covered(account.exposed)
     sent = [call for call in [*account.trace.calls, *account.trace.marks] if call.made or call.name.startswith("c10d")]
-    wide = bool(_half(account)) and any("float32" in (*call.dtypes, call.made) for call in sent)
+    wide = bool(account.half) and any("float32" in (*call.dtypes, call.made) for call in sent)
     fix = "" if not wide else "ddp.register_comm_hook(None, bf16_compress_hook), or gradients in 16 bits at O2"
     text = f"{us / account.total:.0%} of the time ranks send while nothing is computed"
     yield Cause(us / 2 if wide else us, "all_reduce", text + (", in float32" if wide else ""), {}, fix)
 
 
-Rule = Callable[[Account], Iterator[Cause]]
-
-RULES: dict[str, tuple[Rule, str]] = {
+RULES: dict[str, tuple[Callable[[Account], Iterator[Cause]], str]] = {
     "HS201": (launch_bound, "torch.compile(model), a larger batch, or halfstep.TrainStep(..., graph=True) on a GPU"),
     "HS202": (misaligned, "pad the size"),
     "HS203": (layouts, "model.to(memory_format=torch.channels_last), and images in the same format, once"),
@@ -408,10 +387,7 @@ RULES: dict[str, tuple[Rule, str]] = {
     "HS213": (threads, "torch.set_num_threads(cores)"),
     "HS214": (emulated, "opt_level='O0' is as fast as this machine is"),
     "HS215": (denormals, "torch.set_flush_denormal(True)"),
-    "HS216": (
-        communication,
-        "larger buckets: DistributedDataParallel(..., bucket_cap_mb=100); no_sync() while accumulating",
-    ),
+    "HS216": (communication, "larger buckets: DDP(..., bucket_cap_mb=100); no_sync() while accumulating"),
     "HS217": (below_roofline, "another shape"),
 }
 """The rules by code, each with its fix."""

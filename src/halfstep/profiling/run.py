@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,8 @@ from .machine import cores, denormal_cost, machine_of, thread_cost
 from .trace import FORWARD, STEP, ChromeTrace, parsed, trace_of
 
 __all__ = ["of_run", "profile"]
+
+_WARMUP, _STEPS = 3, 5  # of a script: steps before the profiled ones, and these
 
 
 def profile(
@@ -78,18 +81,20 @@ def profile(
     return recorder.profile(model, optimizers)
 
 
-def of_run(run: Callable[[], Any], *, warmup: int = 3, steps: int = 5) -> Profile | None:
-    """Profile the first steps of a script, and end it after them, for ``halfstep profile``.
+def of_run(run: Callable[[], Any], prepare: Callable[[nn.Module, Any], Any] | None = None) -> Profile | int:
+    """Profile steps 4 to 8 of a script, and end it after them, for ``halfstep profile``.
 
     A step ends where an optimizer has stepped.
 
     Args:
-        run: runs a script; errors of the script pass through.
-        warmup: the steps before the profiled ones.
-        steps: the profiled steps.
+        run: runs a script; its errors pass through, and ``sys.exit`` without one is its end.
+        prepare: a function of the model and its optimizer, called after their first step, without gradients.
 
     Returns:
-        The profile; None if no optimizer took as many steps as ``warmup`` and one more.
+        The profile; the number of steps taken if they were not more than 3.
+
+    Raises:
+        UsageError: if ``prepare`` is given, and no module has the optimizer's parameters.
     """
     recorder, taken = OpRecorder(_device(None, None)), 0
     known: list[Any] = []
@@ -101,13 +106,18 @@ def of_run(run: Callable[[], Any], *, warmup: int = 3, steps: int = 5) -> Profil
         if optimizer is not known[0]:
             return
         taken += 1
-        if taken > warmup:
+        if taken == 1 and prepare is not None:
+            if (model := _model_of(known)) is None:
+                raise UsageError("No module has the parameters of this optimizer: there is no model to cast.")
+            optimizer.zero_grad()  # gradients of the dtype that the weights had before
+            prepare(model, optimizer)
+        if taken > _WARMUP:
             recorder.end()
-        if taken == warmup + steps:
+        if taken == _WARMUP + _STEPS:
             raise _ProfileEnded
-        if taken == warmup:
+        if taken == _WARMUP:
             recorder.start()
-        if taken >= warmup:
+        if taken >= _WARMUP:
             recorder.begin()
 
     handle = register_optimizer_step_post_hook(stepped)
@@ -115,18 +125,25 @@ def of_run(run: Callable[[], Any], *, warmup: int = 3, steps: int = 5) -> Profil
         run()
     except _ProfileEnded:
         pass
-    except BaseException:
-        recorder.stop()
-        raise
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            recorder.stop()
+            raise
     finally:
         handle.remove()
-    if taken <= warmup:
+    if taken <= _WARMUP:
         recorder.stop()
-        return None
-    held = {id(p) for each in known for group in each.param_groups for p in group["params"]}
+        return taken
+    return recorder.profile(_model_of(known), [bare(each) for each in known])
+
+
+def _model_of(optimizers: Sequence[Any]) -> nn.Module | None:
+    """Find the outermost module that has the parameters of optimizers."""
+    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     models = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    model = max(models, key=lambda each: sum(id(p) in held for p in each.parameters()), default=None)
-    return recorder.profile(model, [bare(each) for each in known])
+    ranked = [((sum(id(p) in held for p in each.parameters()), len([*each.modules()])), each) for each in models]
+    (count, _), model = max(ranked, key=lambda pair: pair[0], default=((0, 0), None))
+    return model if count else None
 
 
 class _ProfileEnded(BaseException):
@@ -150,8 +167,10 @@ class OpRecorder:
         """Begin to record."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         self._synchronize()
-        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
-        self._profiler.start()
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        with warnings.catch_warnings():  # torch 2.11 warns of what a second cycle would lose; there is one
+            warnings.filterwarnings("ignore", ".*Profiler clears events")
+            self._profiler.start()
 
     def begin(self) -> None:
         """Begin a step."""
@@ -168,8 +187,10 @@ class OpRecorder:
             self._unhook()
 
     def stop(self) -> None:
-        """Record no longer."""
+        """Record no longer. A step that has begun and not ended is none."""
         self._unhook()
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
         if self._profiler is not None:
             self._synchronize()
             with suppress(RuntimeError):  # a step that raised may have stopped it
@@ -190,7 +211,10 @@ class OpRecorder:
             self._profiler.export_chrome_trace(str(path))
             self._profiler = None
             known = parsed(path.read_text(encoding="utf-8", errors="replace"))
-        return trace_of([each for each in known["traceEvents"] if each is not None])
+        trace = trace_of([each for each in known["traceEvents"] if each is not None])
+        if self._step is not None:
+            trace.marks.remove(max((m for m in trace.marks if m.name == STEP), key=lambda mark: mark.start))
+        return trace
 
     def _forward(self, *_: Any) -> None:
         self._unhook()
