@@ -23,6 +23,7 @@ BENCHMARKS = {
     "train_step": "TrainStep on two small models, against torch's loop, eager and compiled",
     "numerics": "what halfstep.numerics costs: Monitor, op_table and compare_step, against the plain step",
     "parity": "compiled and eager models in bfloat16 by kind of the first difference, and what parity costs",
+    "profiling": "gains that halfstep.profile predicts for a fix against those measured, and what profiled steps cost",
     "formats": "rounding to fp8, MX and NVFP4, divided by a copy of the tensor",
     "eight_bit": "8-bit moments against fp32 ones: loss of a small language model, bytes, time of a step",
     "muon": "a step of Muon: torch's, and FusedMuon in fp32 and with split masters, on the matrices of a transformer",
