@@ -23,8 +23,8 @@ from tests.support.worlds import BF16, FP16, advance, scaled_backward, step_and_
 ONE = torch.tensor(1.0)
 
 
-def started(model: Any, optimizer: Any, dtype: torch.dtype, level: str = "O2") -> tuple[Any, Any]:
-    scale = None if dtype is BF16 else 128.0
+def started(model: Any, optimizer: Any, dtype: torch.dtype, level: str = "O2", fp16: float = 128.0) -> tuple[Any, Any]:
+    scale = None if dtype is BF16 else fp16
     return amp.initialize(model, optimizer, opt_level=level, dtype=dtype, loss_scale=scale, verbosity=0)
 
 
@@ -152,7 +152,8 @@ def test_zero_resumes(ranks: Ranks) -> None:
 
 # ---- communication hooks: the table of docs/distributed.md
 
-HOOKS = ["none", "allreduce", "fp16_compress", "fp16_compress_wrapper", "powerSGD", "post_localSGD", "noop"]
+FACES = ["none", "none, GradScaler", "none, a plain backward pass"]
+HOOKS = [*FACES, "allreduce", "fp16_compress", "fp16_compress_wrapper", "powerSGD", "post_localSGD", "noop"]
 
 
 def register(hook: str, wrapper: Any) -> None:
@@ -168,7 +169,7 @@ def register(hook: str, wrapper: Any) -> None:
         wrapper.register_comm_hook(local, post_localSGD_hook.post_localSGD_hook)
     elif hook == "fp16_compress_wrapper":
         wrapper.register_comm_hook(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
-    elif hook != "none":
+    elif hook not in FACES:
         module = debugging_hooks if hook == "noop" else default_hooks
         wrapper.register_comm_hook(None, getattr(module, f"{hook}_hook"))
 
@@ -184,19 +185,28 @@ def hooked(rank: int, level: str, dtype: torch.dtype) -> tuple[dict[str, list[fl
     for hook in HOOKS:
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
-        model, optimizer = started(model, torch.optim.SGD(model.parameters(), lr=1e-30), dtype, level)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-30)
+        model, optimizer = started(model, optimizer, dtype, level, 1.0 if hook in FACES[1:] else 128.0)
         wrapper = nn.parallel.DistributedDataParallel(model)
         register(hook, wrapper)
         errors = found[hook] = []
+        scaler: Any = amp.GradScaler(init_scale=128.0, enabled=hook == FACES[1])
         for i in range(5):
             grads = [torch.autograd.grad(loss_of(model(inputs(i, r)), ONE), list(model.parameters())) for r in (0, 1)]
             mean = sum(torch.cat([grad.float().flatten() for grad in each]) for each in grads) / 2
-            weight = torch.tensor(float("inf") if (i, rank) == (3, 1) and dtype is FP16 else 1.0)
-            scaled_backward(loss_of(wrapper(inputs(i, rank)), weight), optimizer)
+            weight = torch.tensor(float("inf") if (i, rank, dtype) == (3, 1, FP16) and hook != FACES[2] else 1.0)
+            loss = loss_of(wrapper(inputs(i, rank)), weight)
+            if hook in FACES[1:]:
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+            else:
+                scaled_backward(loss, optimizer)
             got = torch.cat([p.grad.float().flatten() for p in model.parameters()])
             errors.append(((got - mean).norm() / mean.norm()).item())
             third[hook] = got if i == 2 else third.get(hook, got)
-            step_and_clear(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
         amp.deactivate()
     return found, third
 
@@ -206,16 +216,15 @@ def test_what_communication_hooks_do_to_gradients(ranks: Ranks, level: str, dtyp
     """``sent``: half a unit in the last place of what is sent where a hook of somebody else is registered."""
     (found, first), (_, second) = ranks.run(hooked, level, dtype)
     for hook, errors in found.items():
-        later, last = errors[2], errors[4]
         compressed = max(sent, 2**-11) if "fp16" in hook else sent
-        assert errors[0] <= (1e-7 if hook == "none" else compressed + 1e-7) or hook == "noop", hook
-        assert (errors[0] > 1e-5) == (hook == "noop" or (hook != "none" and compressed > 0)), hook
+        assert errors[0] <= (1e-7 if hook in FACES else compressed + 1e-7) or hook == "noop", hook
+        assert (errors[0] > 1e-5) == (hook == "noop" or (hook not in FACES and compressed > 0)), hook
         if hook in ("powerSGD", "post_localSGD", "noop"):  # of the third step on, or from the first
-            assert 0.1 < later < 1.0, hook
+            assert 0.1 < errors[2] < 1.0, hook
         else:
-            assert later < max(compressed, 1e-7), hook
+            assert errors[2] < max(compressed, 1e-7), hook
         # powerSGD adds to each gradient what it left out of the one before, also inf.
-        assert math.isnan(last) == (hook == "powerSGD" and dtype is FP16), hook
+        assert math.isnan(errors[4]) == (hook == "powerSGD" and dtype is FP16), hook
         assert torch.equal(first[hook], second[hook]) == (hook not in ("post_localSGD", "noop")), hook
 
 

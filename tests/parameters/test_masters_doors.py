@@ -17,7 +17,6 @@ from halfstep.optimizers.fuse import FusedTorchOptimizer, fuse
 from tests.support.backends import skip_without_compiler
 from tests.support.worlds import (
     BF16,
-    advance,
     in_both_halves,
     scaled_backward,
     scaled_step,
@@ -237,10 +236,8 @@ def test_torch_s_scaler_meets_fp32_gradients_in_the_first_batch(forward: str, fu
 def test_sparse_gradients_under_a_scaler(ours: bool, unscale: bool, half: torch.dtype) -> None:
     results = []
     for fused in (True, False):
-        model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Flatten(), nn.Linear(32, 4))
         torch.manual_seed(0)
-        for p in model.parameters():
-            nn.init.normal_(p)
+        model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Flatten(), nn.Linear(32, 4))
         model, optimizer = start(half, fused, model=model)
         scaler: Any = amp.GradScaler(init_loss_scaling=64.0) if ours else torch.amp.GradScaler("cpu", init_scale=64.0)
         for factor in (1.0, float("inf"), 1.0):
@@ -261,10 +258,8 @@ def test_a_first_sparse_gradient_that_overflows_changes_nothing(face: str, half:
     skip_without_compiler(face == "torch's GradScaler")
     results = []
     for fused in (True, False):
-        model: Any = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Flatten(), nn.Linear(32, 4))
         torch.manual_seed(0)
-        for p in model.parameters():
-            nn.init.normal_(p)
+        model: Any = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Flatten(), nn.Linear(32, 4))
         model, optimizer = start(half, fused, model=model)
         options = {"init_scale": 64.0}
         told = fused or face != "torch's GradScaler"  # which calls no step where it knows of an overflow
@@ -272,10 +267,7 @@ def test_a_first_sparse_gradient_that_overflows_changes_nothing(face: str, half:
         for factor in (float("inf"), 1.0, 1.0):
             before = {name: value.clone() for name, value in model.state_dict().items()}
             loss = model(torch.arange(16).view(4, 4) % 8).float().sum() * factor
-            if face == "scale_loss":
-                scaled_step(loss, optimizer)
-            else:
-                scaled_step(loss, optimizer, scaler)
+            scaled_step(loss, optimizer, None if face == "scale_loss" else scaler)
             if told:
                 assert bool(optimizer.step_was_skipped) is (factor != 1.0)
             for name, value in model.state_dict().items():
@@ -286,31 +278,37 @@ def test_a_first_sparse_gradient_that_overflows_changes_nothing(face: str, half:
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("counted", [pytest.param(True, id="a step of its own"), pytest.param(False, id="a scheduler")])
-def test_an_optimizer_that_goes_on_unfused_keeps_what_is_on_it(counted: bool) -> None:
+@pytest.mark.parametrize("beside", ["a step of its own", "a scheduler", "a closure"])
+def test_an_optimizer_that_goes_on_unfused_keeps_what_is_on_it(beside: str) -> None:
     calls: list[str] = []
 
     def make(params: Any) -> Any:
         optimizer: Any = fuse(torch.optim.SGD(params, lr=0.1))
         own = optimizer.step
-        if counted:
+        if beside != "a scheduler":
             optimizer.step = lambda *args, **options: calls.append("step") or own(*args, **options)
         return optimizer
 
+    def closure() -> torch.Tensor:
+        scaled_backward(loss := model(torch.arange(4)).float().square().sum(), optimizer)
+        return loss
+
     model, optimizer = start(BF16, True, make, nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 4)))
-    scheduler = None if counted else torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if beside == "a scheduler" else None
     assert isinstance(optimizer, FusedTorchOptimizer)
     for _ in range(3):
         before = model.state_dict()["0.weight"].clone()
-        advance(model(torch.arange(4)).float().square().sum(), optimizer)
+        if beside == "a closure":
+            assert optimizer.step(closure) > 0
+        else:
+            closure()
+            optimizer.step()
+        optimizer.zero_grad()
         assert not torch.equal(model.state_dict()["0.weight"], before)
         assert not isinstance(optimizer, FusedTorchOptimizer)
         if scheduler is not None:
             scheduler.step()  # warns if no step was counted
-    if scheduler is None:
-        assert len(calls) >= 3
-    else:
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+    assert len(calls) >= 3 if scheduler is None else optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
 
 
 @with_both_masters
