@@ -10,6 +10,7 @@ import gc
 import inspect
 import logging
 import pickle
+import re
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -663,10 +664,15 @@ def test_weights_that_fsdp1_has_flattened_stay_fp32(level: str, refused: bool, m
     assert model.weight.dtype is torch.float32
 
 
-def test_level_and_opt_level_are_the_same_argument_everywhere() -> None:
-    assert amp.initialize(nn.Linear(2, 2), level="O3", dtype=torch.float16, verbosity=0).weight.dtype is torch.float16
-    assert amp.decorate(nn.Linear(2, 2), opt_level="O2", dtype=torch.float16).weight.dtype is torch.float16
-    assert amp.auto_cast(opt_level="O2").casting.rules[0] == amp.auto_cast(level="O2").casting.rules[0]
+@pytest.mark.parametrize("name", ["level", "opt_level"])
+def test_every_face_takes_both_spellings_of_levels_and_layers(name: str) -> None:
+    given, model = {name: "O2", "dtype": torch.float16}, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert amp.auto_cast(**given).casting.lists.level == "O2"
+    assert halfstep.search(model, lambda m, x: m(x).sum(), [torch.ones(1, 2)] * 2, **given).level == "O2"
+    for face in (amp.initialize, amp.decorate, lambda model, **options: Recipe.of(**options).cast(model)):
+        for layers in ({"excluded_layers": "0"}, {"module_filter": lambda _, at: torch.float32 if at == "0" else None}):
+            changed = face(copy.deepcopy(model), **given, **layers)
+            assert [layer.weight.dtype for layer in changed] == [torch.float32, torch.float16]
 
 
 def test_a_repr_says_what_an_object_is_and_its_state() -> None:
@@ -675,3 +681,8 @@ def test_a_repr_says_what_an_object_is_and_its_state() -> None:
     cast = amp.auto_cast(level="O2", dtype="float16", device_type="cpu")
     assert repr(cast) == "auto_cast(enable=True, level='O2', dtype=torch.float16, device_type=('cpu',))"
     assert repr(amp.scale_loss(torch.ones(()), optim)) == "<amp.scale_loss block for 1 optimizer, loss scaler 0>"
+    found = repr([halfstep.watch(optim, every=2), halfstep.numerics.Monitor(nn.Linear(2, 2), optim, every=7)])
+    assert re.fullmatch(
+        r"\[Watch\(.*, every=2, steps=0, lost=None\), Monitor\(Linear, .*, every=7, .*, steps=0\)]", found
+    )
+    assert halfstep.Diagnosis([], 3)._repr_html_() == "<pre>halfstep.diagnose: nothing found in 3 steps</pre>"

@@ -101,7 +101,7 @@ def test_nothing_is_loaded_and_the_page_is_light_or_dark(page: str) -> None:
 
 def test_what_stands_out_is_said_first(page: str) -> None:
     said = re.findall(r"<li>(.*?)</li>", page[: page.index("Outputs: the distribution")])
-    assert said[0].startswith("layer: at step 200 the output of layer holds inf or NaN; it is the first such output.")
+    assert said[0].startswith("HS116 error at layer: at step 200 the output of layer holds inf or NaN; it is the first")
     assert "Fix: keep the module in float32" in said[0]
     assert any(
         re.match(r"\S+ % of the updates of layer.weight are too small to change a weight in bfloat16", each)

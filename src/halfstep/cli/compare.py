@@ -36,3 +36,4 @@ def command(reference: Path, candidate: Path, html: Path | None) -> None:
     if html is not None:
         line = ["halfstep", "compare", str(reference), str(candidate), f"--html={html}"]
         write_comparison(comparison.to_dict(), html, command=shlex.join(line))
+        click.echo(f"halfstep: wrote {html}", err=True)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from ..diagnostics.findings import Finding
-
 __all__ = ["Advice", "advise", "command"]
 
 
@@ -103,8 +101,9 @@ def _check(script: Script, as_json: bool, html: Path | None) -> None:
         sys.exit(f"Error: {name} has ended without a step of an optimizer on a model that it called.")
     if html is not None:
         found.report(html, shlex.join(script.line("doctor", f"--html={html}")))
+        click.echo(f"halfstep: wrote {html}", err=True)
     if as_json:
-        findings = [_finding_as_dict(finding) for finding in found.findings]
+        findings = [vars(each) for each in found.findings]
         known = {"script": script.name, "findings": findings, "steps": found.steps, "skipped": found.skipped}
         click.echo(json.dumps(_plain(known | {"losses": found.losses}), indent=2, allow_nan=False))
     else:
@@ -134,6 +133,7 @@ def _as_dict(device: torch.device, cpu: str) -> dict[str, Any]:
     """Collect the table rows of a device."""
     import torch
 
+    from ..core.dtypes import dtype_name
     from ..core.hardware import slow_reason
 
     halves = {str(half).removeprefix("torch."): half for half in (torch.float16, torch.bfloat16)}
@@ -143,22 +143,7 @@ def _as_dict(device: torch.device, cpu: str) -> dict[str, Any]:
         "name": cpu if device.type == "cpu" else _describe_gpu(device),
         "fast": [name for name, half in halves.items() if slow_reason(device, half) is None],
         "emulated": _emulated(device),
-        "advice": {
-            "opt_level": advice.level,
-            "dtype": str(advice.dtype).removeprefix("torch."),
-            "reason": advice.reason,
-        },
-    }
-
-
-def _finding_as_dict(finding: Finding) -> dict[str, Any]:
-    return {
-        "code": finding.code,
-        "severity": finding.severity,
-        "where": finding.where,
-        "message": finding.message,
-        "evidence": _plain(finding.evidence),
-        "fix": finding.fix,
+        "advice": {"opt_level": advice.level, "dtype": dtype_name(advice.dtype), "reason": advice.reason},
     }
 
 
@@ -209,15 +194,13 @@ def advise(device: torch.device) -> Advice:
 
     from ..core.hardware import slow_reason
 
+    weights = "weights of 16 bits with an fp32 copy behind each"
     if slow_reason(device, torch.bfloat16) is None:
-        return Advice("O2", torch.bfloat16, "weights of 16 bits with an fp32 copy behind each; it needs no loss scale.")
+        return Advice("O2", torch.bfloat16, f"{weights}; it needs no loss scale.")
     if slow_reason(device, torch.float16) is None:
-        return Advice(
-            "O2", torch.float16, "weights of 16 bits with an fp32 copy behind each, and a loss scale that adapts."
-        )
-    return Advice(
-        "O0", torch.float32, "this is fp32. Computing in 16 bits is no faster here; O2 would save memory only."
-    )
+        return Advice("O2", torch.float16, f"{weights}, and a loss scale that adapts.")
+    why = "this is fp32. Computing in 16 bits is no faster here; O2 would save memory only."
+    return Advice("O0", torch.float32, why)
 
 
 def _devices_table(devices: list[torch.device], cpu: str) -> Table:

@@ -21,7 +21,7 @@ _LEVELS = click.Choice(["O1", "O2", "OD"])
     show_default=True,
     help="whose torch.autocast to compare with",
 )
-@click.option("--level", type=_LEVELS, default="O1", show_default=True, help="whose lists to print")
+@click.option("--level", "--opt-level", type=_LEVELS, default="O1", show_default=True, help="whose lists to print")
 @click.option("--white", multiple=True, metavar="OP", help="as in custom_white_list; may be given again")
 @click.option("--black", multiple=True, metavar="OP", help="as in custom_black_list; may be given again")
 @click.option("--wide", multiple=True, metavar="OP", help="as in custom_wide_list; may be given again")

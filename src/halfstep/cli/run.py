@@ -20,7 +20,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command(context_settings=SCRIPT_SETTINGS)
-@click.option("--opt-level", metavar="LEVEL", help="instead of what the script asks amp.initialize for")
+@click.option("--opt-level", "--level", metavar="LEVEL", help="instead of what the script asks amp.initialize for")
 @click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), help="instead of float16")
 @click.option("--report", metavar="FILE", type=_FILE, help="write an HTML report")
 @click.option("--numerics", metavar="FILE", type=_FILE, help="save what tensors look like; FILE.html gets pictures")

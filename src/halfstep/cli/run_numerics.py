@@ -51,12 +51,12 @@ def monitored(path: Path, every: int | None, script: str, command_line: str) -> 
         observers.remove(monitors)
         creation_callbacks.remove(monitors.see_created)
         rows = monitors.rows()
-        if not rows:
-            click.echo(f"halfstep: no optimizer stepped, so {path.name} has no rows.", err=True)
         if path.suffix != ".html":
             save_rows(path, rows, command=command_line, every=every or 100)
         elif rows:
             write_report(rows, path, title=script, command=command_line)
+        none = f"halfstep: no optimizer stepped, so {path.name} has no rows."
+        click.echo(f"halfstep: wrote {path}" if rows else none, err=True)
 
 
 class Monitors:

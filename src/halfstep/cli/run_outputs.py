@@ -105,15 +105,16 @@ def _reported(path: Path, script: str, command_line: str) -> Iterator[None]:
     from .run_report import recording, write_report
 
     path = path.resolve()  # the script may change the working directory
-    ending = "It ran to its end."
+    ending = ""
     with recording() as record:
         try:
             yield
         except SystemExit as left:
-            ending = ending if not left.code else f"It exited with {left.code}."
+            ending = f"It exited with {left.code}." if left.code else ""
             raise
         except BaseException as error:
             ending = f"It ended with {type(error).__name__}: {error}"
             raise
         finally:
             write_report(path, record, script, command_line, ending)
+            click.echo(f"halfstep: wrote {path}", err=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,6 +50,7 @@ class OptimizerSteps:
         skipped: True for a skipped step.
         seconds: the time since the end of the previous step; for the first step, since the recording began.
         bytes: the peak of the allocated GPU memory, or the resident memory of the process.
+        losses: the loss of the latest backward pass of the process; NaN before the first.
     """
 
     name: str
@@ -56,6 +58,7 @@ class OptimizerSteps:
     skipped: list[bool] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
 
     def add_scales(self, used: dict[DeviceLossScaler, float]) -> None:
         """Add the scales of a step."""
@@ -72,16 +75,16 @@ class Recording(Subscriber):
     """An observer and a subscriber that records the steps of all optimizers under amp.
 
     Attributes:
-        steps: one ``OptimizerSteps`` per optimizer, in the order of their first steps.
+        of: one ``OptimizerSteps`` per optimizer, in the order of their first steps.
         device: the device of the optimizer that made the latest step.
+        loss: the loss of the latest backward pass, still multiplied by its scale.
     """
 
     def __init__(self) -> None:
-        self.steps: list[OptimizerSteps] = []
-        self.device = torch.device("cpu")
-        self._of: dict[int, tuple[AttachedOptimizer, OptimizerSteps]] = {}
+        self.of: dict[AttachedOptimizer, OptimizerSteps] = {}
+        self.device, self.loss = torch.device("cpu"), torch.tensor(math.nan)
         self._scales: WeakKeyDictionary[Window, dict[DeviceLossScaler, torch.Tensor]] = WeakKeyDictionary()
-        self._before: tuple[dict[DeviceLossScaler, float], int] = ({}, 0)
+        self._before: tuple[dict[DeviceLossScaler, float], int, float] = ({}, 0, math.nan)
         self._last = time.perf_counter()
 
     def see_created(self, attached: AttachedOptimizer) -> None:
@@ -95,17 +98,15 @@ class Recording(Subscriber):
     def before_step(self, attached: AttachedOptimizer) -> None:
         """Store the scales and the count of skipped steps. Reads the device."""
         scales = {scaler: float(scale) for scaler, scale in self._scales.pop(attached.window, {}).items()}
-        self._before = scales, skipped_steps(attached.counts)
+        self._before = scales, skipped_steps(attached.counts), float(self.loss) / next(reversed(scales.values()), 1.0)
 
     def after_step(self, attached: AttachedOptimizer) -> None:
         """Record the step. Reads the device."""
-        scales, skipped = self._before
-        if id(attached) not in self._of:
-            self._of[id(attached)] = attached, OptimizerSteps(type(attached.optimizer).__name__)
-            self.steps.append(self._of[id(attached)][1])
-        steps = self._of[id(attached)][1]
+        scales, skipped, loss = self._before
+        steps = self.of.setdefault(attached, OptimizerSteps(type(attached.optimizer).__name__))
         self.device = attached.window.device
         steps.add_scales(scales)
+        steps.losses.append(loss)
         steps.skipped.append(skipped_steps(attached.counts) > skipped)
         steps.bytes.append(_memory(self.device))
         now = time.perf_counter()
@@ -116,12 +117,20 @@ class Recording(Subscriber):
 @contextmanager
 def recording() -> Iterator[Recording]:
     """Record every step of every optimizer under amp in this block."""
-    record = Recording()
+    record, backward = Recording(), torch.autograd.backward
+
+    def keep_loss(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
+            record.loss = tensors.detach()
+        backward(tensors, *args, **kwargs)
+
     observers.append(record)
     creation_callbacks.append(record.see_created)
+    torch.autograd.backward = keep_loss
     try:
         yield record
     finally:
+        torch.autograd.backward = backward
         creation_callbacks.remove(record.see_created)
         observers.remove(record)
 
@@ -134,26 +143,36 @@ def write_report(path: Path, record: Recording, script: str, command: str, endin
         record: the recorded steps.
         script: the name of the script.
         command: the command line.
-        ending: a sentence about the end of the script.
+        ending: a sentence about the end of the script; "" if it ran to its end.
     """
-    if not record.steps:
+    told, failed = _told(every := [*record.of.values()])
+    ending = " ".join(filter(None, [ending or "It ran to its end." * (not failed), told]))
+    if not every:
         ending += " No optimizer stepped under amp: the script made none, or never called amp.initialize or its like."
     parts = [header("halfstep run", script, made_by(command)), note(ending)]
-    parts += _pictures(record) if record.steps else []
+    parts += _pictures(record, every) if every else []
     write_page(path, f"halfstep run: {script}", [*parts, machine_section(record.device)])
 
 
 def robust_limit(seconds: Sequence[float]) -> float:
     """Choose the upper edge of a picture of step times; outliers, such as warm-up steps, lie above it."""
-    usual = max(4.0 * statistics.median(seconds), 1.2 * _quantile(seconds, 0.9))
-    return min(usual, 1.1 * max(seconds))
+    return min(max(4.0 * statistics.median(seconds), 1.2 * _quantile(seconds, 0.9)), 1.1 * max(seconds))
 
 
 # ---- inside
 
 
-def _pictures(record: Recording) -> list[Markup]:
-    names = _names(record.steps)
+def _told(all_steps: Sequence[OptimizerSteps]) -> tuple[str, bool]:
+    """Say how many steps were skipped, and if the last loss is not finite; True if the training has failed."""
+    skipped = [each for steps in all_steps for each in steps.skipped]
+    bad = [f"{steps.losses[-1]:g}".replace("nan", "NaN") for steps in all_steps if not math.isfinite(steps.losses[-1])]
+    count = sum(skipped)
+    told = [f"{count:,} of {counted(len(skipped), 'step')} {'was' if count == 1 else 'were'} skipped."] * (count > 0)
+    return " ".join([*told, *(f"The loss is {each}." for each in bad[:1])]), bool(bad) or 2 * count > len(skipped)
+
+
+def _pictures(record: Recording, every: Sequence[OptimizerSteps]) -> list[Markup]:
+    names = _names(every)
     device = "Memory is the most that was allocated on the GPU." if record.device.type == "cuda" else ""
     text = (
         "A step is from the end of the one before to its own end, with all that lies between: data, forward and "
@@ -169,13 +188,14 @@ def _pictures(record: Recording) -> list[Markup]:
             f"{1e3 * statistics.median(steps.seconds):.1f}",
             f"{max(steps.bytes) / 2**20:.1f}",
         ]
-        for name, steps in zip(names, record.steps, strict=True)
+        for name, steps in zip(names, every, strict=True)
     ]
     return [
         section("Steps", table(columns, rows), small(text)),
-        section("Loss scale", _scales(names, record.steps)),
-        section("Time", _times(names, record.steps)),
-        section("Memory", _memories(names, record.steps)),
+        section("Loss", _losses(names, every)),
+        section("Loss scale", _scales(names, every)),
+        section("Time", _times(names, every)),
+        section("Memory", _memories(names, every)),
     ]
 
 
@@ -231,11 +251,20 @@ def _memories(names: Sequence[str], all_steps: Sequence[OptimizerSteps]) -> Mark
     return figure(picture, numbers("Numbers", columns, body), caption="MiB after each step.")
 
 
+def _losses(names: Sequence[str], all_steps: Sequence[OptimizerSteps]) -> Markup:
+    columns = [[loss if math.isfinite(loss) else math.nan for loss in steps.losses] for steps in all_steps]
+    finite = [loss for column in columns for loss in column if loss == loss] or [0.0]
+    told = f"From {min(finite):.4g} to {max(finite):.4g}."
+    picture = _plain_lines("Loss", told, names, columns, max(finite), min(finite))
+    text = "The loss of the latest backward pass before each step, without its scale. A gap is inf or NaN."
+    return figure(picture, caption=f"{told} {text}")
+
+
 def _plain_lines(
-    title: str, description: str, names: Sequence[str], columns: Iterable[Sequence[float]], high: float
+    title: str, told: str, names: Sequence[str], columns: Iterable[Sequence[float]], high: float, low: float = 0.0
 ) -> Markup:
     drawn = [Line(name, list(enumerate(column))) for name, column in zip(names, columns, strict=True)]
-    return lines(title, description, drawn, low=0.0, high=high, label=lambda at: f"{at:,g}", ticks=between(0.0, high))
+    return lines(title, told, drawn, low=low, high=high, label=lambda at: f"{at:,g}", ticks=between(low, high))
 
 
 def _names(all_steps: Sequence[OptimizerSteps]) -> list[str]:
@@ -252,9 +281,8 @@ def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     except OSError:  # not Linux
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return pages * 4096

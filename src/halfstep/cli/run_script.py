@@ -54,12 +54,13 @@ def prepare_workers(device: str | None) -> None:
 def hide_halfstep(hint: Callable[[BaseException], str | None]) -> None:
     """Make tracebacks begin in the script, and print a hint below an error if there is one.
 
-    Tracebacks also leave out frames of halfstep's observers, which lie between frames of a model and of torch, and the
-    search for a module or name of Apex that ends in an error.
+    Tracebacks also leave out frames of this package and of halfstep's observers, which lie between frames of a model
+    and of torch, and the search for a module or name of Apex that ends in an error.
     """
     own, here, ours = sys.excepthook, Path(__file__).parent, Path(__file__).parents[1]
     finders = ("install.py", "missing.py")
     hidden = {
+        *here.iterdir(),
         *(ours / "diagnostics" / "observe").iterdir(),
         *(ours / "compat" / name for name in finders),
         *(ours / "compat" / "apex").rglob("__init__.py"),
@@ -74,7 +75,7 @@ def hide_halfstep(hint: Callable[[BaseException], str | None]) -> None:
             frames.append(trace)
             trace = trace.tb_next
         files = [Path(frame.tb_frame.f_code.co_filename) for frame in frames]
-        first = max((i + 1 for i, file in enumerate(files) if file.parent == here), default=0)
+        first = max((i + 1 for i, file in enumerate(files) if file == Path(__file__)), default=0)
         while first < len(files) and str(files[first]) in starters:
             first += 1
         for frame, file in reversed([*zip(frames, files, strict=True)][first:]):

@@ -37,13 +37,8 @@ def scale_figure(
     """
     exponents = [value for line in drawn for _, value in line.points]
     low, high = min(math.floor(min(exponents)), 0) - 1.0, max(math.ceil(max(exponents)), 0) + 1.0
-    picture = lines(
-        "Loss scale",
-        f"From {min(exponents):.0f} to {max(exponents):.0f} as powers of 2. {told}",
-        drawn,
-        low=low,
-        high=high,
-    )
+    told = f"From {min(exponents):.0f} to {max(exponents):.0f} as powers of 2. {told}"
+    picture = lines("Loss scale", told, drawn, low=low, high=high)
     changes = []
     for label, line in scales.items():
         before = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..core.text import counted
 from ..diagnostics.findings import Finding
-from ..diagnostics.pages import Line, figure, header, lines, made_by, note, section, table, write_page
+from ..diagnostics.pages import Line, Shown, figure, header, lines, made_by, note, section, table, write_page
 
 __all__ = ["Diagnosis"]
 
@@ -17,7 +17,7 @@ _MOST_LINES = 12
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Shown):
     """The fault of a training: what is wrong, where it begins and what to do. Print it.
 
     Attributes:
@@ -37,9 +37,8 @@ class Diagnosis:
     def __str__(self) -> str:
         wrong = [each for each in self.findings if each.severity != "note"]
         found, skipped = counted(len(wrong), "problem") if wrong else "nothing found", f", {self.skipped} skipped"
-        text = [
-            f"halfstep.diagnose: {found} in {counted(self.steps, 'step')}{skipped * bool(self.skipped)}{self.about}"
-        ]
+        first = f"halfstep.diagnose: {found} in {counted(self.steps, 'step')}{skipped * bool(self.skipped)}{self.about}"
+        text = [first]
         left = list(self.findings)
         while left:
             more = str(left[0]).splitlines()

@@ -53,6 +53,7 @@ class TrainingPrecision:
         policy: a ``halfstep.Policy`` that replaces ``level``, ``dtype`` and op lists, as for ``amp.initialize``. At O1
             it casts in the whole process.
         products: the formats of the operands of linear layers; see ``amp.set_products``.
+        opt_level: Apex's name of ``level``.
 
     Attributes:
         half: the 16-bit dtype.
@@ -78,8 +79,9 @@ class TrainingPrecision:
         scaler: amp.GradScaler | None = None,
         policy: Policy | None = None,
         products: RecipeChoice = None,
+        opt_level: str | None = None,
     ) -> None:
-        if level not in ("O0", "O1", "O2"):
+        if (level := opt_level or level) not in ("O0", "O1", "O2"):
             raise ArgumentValueError(f"level={level!r} must be O0, O1 or O2. For any other precision, pass policy=.")
         check_kind("scaler", scaler, (amp.GradScaler, NoneType), "a halfstep.amp.GradScaler")
         check_kind("policy", policy, (Policy, NoneType), "a halfstep.Policy")

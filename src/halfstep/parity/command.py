@@ -48,4 +48,5 @@ def command(a: str, b: str, inputs: str, html: str | None) -> None:
     click.echo(str(found))
     if html is not None:
         found.report(html, command=shlex.join(["halfstep", "parity", a, b, f"--html={html}"]))
+        click.echo(f"halfstep: wrote {html}", err=True)
     raise SystemExit(0 if found else 1)

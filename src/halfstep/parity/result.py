@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..core.text import counted
 from ..diagnostics.numerics.text import aligned
-from ..diagnostics.pages import facts, header, made_by, note, section, small, table, write_page
+from ..diagnostics.pages import Shown, facts, header, made_by, note, section, small, table, write_page
 
 __all__ = ["KINDS", "Difference", "OpDifference", "Parity"]
 
@@ -87,7 +87,7 @@ class OpDifference:
 
 
 @dataclass(frozen=True)
-class Parity:
+class Parity(Shown):
     """The comparison of two sides. Print it, or call ``report``. True if the outputs agree bit for bit.
 
     Attributes:

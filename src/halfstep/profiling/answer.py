@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..core.text import counted
 from ..diagnostics.findings import Finding
-from ..diagnostics.pages import Bar, bars, figure, header, made_by, note, section, small, table, write_page
+from ..diagnostics.pages import Bar, Shown, bars, figure, header, made_by, note, section, small, table, write_page
 from .accounts import Account, RunSettings
 from .machine import CHIPS, Machine, chip_given, chip_named
 from .ops import KINDS, SIZES, Work
@@ -21,7 +21,7 @@ _MOST_LINES = _MOST_ROWS = 30
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Shown):
     """The time of a step by kind, and the changes that would make it faster. Print it.
 
     Attributes:

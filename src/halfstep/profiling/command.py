@@ -29,7 +29,7 @@ def make_command(script_of: Any, options: Callable[[Any], Any], context_settings
     """
 
     @click.command(context_settings=context_settings)
-    @click.option("--level", type=click.Choice(["O0", "O1", "O2"]), help=_LEVELS)
+    @click.option("--level", "--opt-level", type=click.Choice(["O0", "O1", "O2"]), help=_LEVELS)
     @click.option("--html", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="write an HTML page")
     @options
     @click.pass_obj
@@ -59,4 +59,5 @@ def _profile(script: Any, level: str | None, html: Path | None) -> None:
         )
     if html is not None:
         found.report(html, shlex.join(script.line("profile", f"--html={html}")))
+        click.echo(f"halfstep: wrote {html}", err=True)
     click.echo(str(found))

@@ -36,7 +36,7 @@ def _load(text: str) -> Any:
 @click.command()
 @click.argument("source", metavar="MODULE:FUNCTION")
 @click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), default="float16", help="default: float16")
-@click.option("--level", type=click.Choice(["O1", "O2"]), default="O1", help="default: O1")
+@click.option("--level", "--opt-level", type=click.Choice(["O1", "O2"]), default="O1", help="default: O1")
 @click.option("--products", metavar="RECIPE", help="find which linear layers must not use this recipe")
 @click.option("--passes", is_flag=True, help="with --products: find which of the three products of a layer")
 @click.option("--budget", type=click.IntRange(1), help="the largest number of guarded runs")
@@ -64,8 +64,10 @@ def command(source: str, budget: int | None, report: str | None, save: str | Non
     click.echo(str(found))
     if save is not None:
         found.save(save)
+        click.echo(f"halfstep: wrote {save}", err=True)
     if report is not None:
         set_to = {name: value for name, value in {**options, "budget": budget}.items() if value not in (None, False)}
         words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in set_to.items()]
         found.report(report, shlex.join(["halfstep", "search", source, *words]))
+        click.echo(f"halfstep: wrote {report}", err=True)
     raise SystemExit(0 if found.status == "found" else 1)

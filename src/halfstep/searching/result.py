@@ -17,7 +17,19 @@ from ..core.errors import ArgumentValueError
 from ..core.oplists import OpLists
 from ..core.policy import Policy
 from ..core.text import counted
-from ..diagnostics.pages import Line, figure, header, lines, made_by, note, section, table, write_page, write_text
+from ..diagnostics.pages import (
+    Line,
+    Shown,
+    figure,
+    header,
+    lines,
+    made_by,
+    note,
+    section,
+    table,
+    write_page,
+    write_text,
+)
 from .guard import Outcome
 from .scores import Score
 from .trials import Setting
@@ -28,7 +40,7 @@ _FORMAT = "halfstep.search 1"
 
 
 @dataclass(frozen=True)
-class SearchResult:
+class SearchResult(Shown):
     """The answer of a search. Print it.
 
     Attributes:

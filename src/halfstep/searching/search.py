@@ -17,6 +17,7 @@ from ..casting.scope import NO_CASTING
 from ..core.checks import check_count, check_kind, check_switch
 from ..core.dtypes import dtype_name, is_half, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.removed import removed_arguments
 from ..diagnostics.findings.forward import same_random_numbers
 from ..formats.layers import choose
 from ..formats.recipe import Recipe
@@ -35,6 +36,7 @@ _RANGE = {torch.float16: 2.0**15, torch.bfloat16: math.inf}
 """The size of a number, or the number of terms in a sum, from which on a unit comes first."""
 
 
+@removed_arguments(opt_level="level")
 def search(
     model: nn.Module,
     step: Callable[[nn.Module, Any], torch.Tensor],
@@ -72,7 +74,7 @@ def search(
         batches: as many as twice ``score_batches`` are used, the second half to confirm the answer. With fewer, all
             but the last half of what there is.
         dtype: float16 or bfloat16.
-        level: "O1" or "O2".
+        level: "O1" or "O2". ``opt_level=`` is taken too.
         products: a recipe for linear layers, as ``amp.initialize(products=)`` takes it: the search finds which layers
             compute without formats. ``layers="auto"`` of a recipe leaves none out here.
         guard: the test that decides; None for the loss, with a tolerance from its own noise.

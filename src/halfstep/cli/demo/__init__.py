@@ -36,7 +36,7 @@ def _parse_levels(ctx: click.Context, param: click.Parameter, value: str) -> lis
     type=click.Choice(["float16", "bfloat16"]),
     help="above O0; O2 is trained in the other one, too  [default: float16 on cuda, bfloat16 on cpu]",
 )
-@click.option("--levels", callback=_parse_levels, default="O0,O1,O2,O3", show_default=True, help="which to train")
+@click.option("--levels", "--opt-levels", callback=_parse_levels, default="O0,O1,O2,O3", help="default: all four")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

@@ -246,5 +246,4 @@ def _measure_peak(run: DemoRun, digits: Digits) -> None:
 @torch.no_grad()
 def _accuracy(model: nn.Module, digits: Digits) -> float:
     model.eval()
-    right = model(digits.test_images).argmax(1) == digits.test_labels
-    return float(right.float().mean())
+    return float((model(digits.test_images).argmax(1) == digits.test_labels).float().mean())

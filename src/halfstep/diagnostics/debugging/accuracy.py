@@ -133,8 +133,7 @@ def _ratio(name: str, reference: Checked | None, other: Checked | None, scale: f
         return "--", ""
     ours, theirs = (run.numbers.get(name, math.nan) for run in (other, reference))
     ratio = 1.0 if ours == theirs else ours / theirs if theirs else math.inf
-    is_expected = any(abs(ratio / each - 1.0) <= _TOLERANCE for each in (1.0, scale))
-    return f"{ratio:.6g}", "" if is_expected else "differs"
+    return f"{ratio:.6g}", "" if any(abs(ratio / each - 1.0) <= _TOLERANCE for each in (1.0, scale)) else "differs"
 
 
 def _numbered(lines: Iterable[Checked]) -> Iterable[tuple[tuple[str, str, int], Checked]]:

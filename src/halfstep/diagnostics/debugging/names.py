@@ -46,8 +46,7 @@ def op_of(call: OpCall) -> str:
         return call.canonical
     node: Any = current_node()
     found = re.fullmatch(r"(?:torch::autograd::)?(\w+?)(?:Backward\d*)?", "" if node is None else node.name())
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", found[1]).lower() if found else call.name
-    return canonical(snake, call.dims)
+    return canonical(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", found[1]).lower() if found else call.name, call.dims)
 
 
 def listed(ops: Any) -> frozenset[str]:

@@ -32,8 +32,7 @@ def _table(counts: dict[str, list[int]]) -> str:
     columns = ("FP16 Calls ---", "BF16 Calls ---", "FP32 Calls---", "Other Calls -->")
     header = "<" + " Op Name ".center(40, "-") + " | " + "-- {} | -- {} | --- {} | -- {}".format(*columns)
     rows = [f"  {op:<40}|" + "|".join(f"  {n:<17}" for n in calls) for op, calls in sorted(counts.items())]
-    end = "<" + f" op count: {len(rows)} ".center(_WIDTH, "-") + ">"
-    return "\n".join([title, header, *rows, end, ""])
+    return "\n".join([title, header, *rows, "<" + f" op count: {len(rows)} ".center(_WIDTH, "-") + ">", ""])
 
 
 _collecting: list[ExitStack] = []

@@ -108,8 +108,7 @@ def log(findings: Iterable[Finding], by: str = "halfstep.check") -> None:
         level = logging.WARNING if any(each.severity == "error" for each in found) else logging.INFO
         again = by == "halfstep.check"
         hint = " Call halfstep.check(model, optimizer) for the fixes." if again else ""
-        texts = " ".join(_line(each, with_fix=not again) for each in found)
-        logger.log(level, "%s: %s%s", by, texts, hint)
+        logger.log(level, "%s: %s%s", by, " ".join(_line(each, with_fix=not again) for each in found), hint)
 
 
 def _line(finding: Finding, *, with_fix: bool) -> str:

@@ -109,8 +109,7 @@ def _steps(param: torch.Tensor, group: Group) -> bool:
 def _steps_taken(state: Mapping[str, Any]) -> float | torch.Tensor:
     """Return the step count of a parameter's state; a tensor if it lies on a device."""
     step = state.get("step", 1.0 if state else 0.0)
-    on_device = isinstance(step, torch.Tensor) and step.device.type != "cpu"
-    return step if on_device else float(step)
+    return step if isinstance(step, torch.Tensor) and step.device.type != "cpu" else float(step)
 
 
 @torch.no_grad()

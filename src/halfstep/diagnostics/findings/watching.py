@@ -75,6 +75,11 @@ class Watch:
             optimizer.register_step_post_hook(Hook(self._end)),
         ]
 
+    def __repr__(self) -> str:
+        return (
+            f"Watch({type(self._optimizer()).__name__}, every={self._every}, steps={self._steps}, lost={self.fraction})"
+        )
+
     def remove(self) -> None:
         """Stop watching; the measurements stay."""
         for hook in self._hooks:

@@ -290,8 +290,7 @@ def _rounded_by_user(row: LinkedRow, candidate: Sequence[LinkedRow]) -> torch.dt
 
 
 def _is_off_grid(row: LinkedRow) -> bool:
-    wide = row.dtype is _WIDE and row.sample.numel() >= PROOF
-    return wide and bool(grid_flags(row.sample)[0])
+    return row.dtype is _WIDE and row.sample.numel() >= PROOF and bool(grid_flags(row.sample)[0])
 
 
 def _is_on_grid(sample: torch.Tensor) -> bool:

@@ -59,8 +59,7 @@ def compare(run_a: Run, run_b: Run) -> Comparison:
             "(every=) of models whose modules have the same names."
         )
     names = (_name(run_a, "reference"), _name(run_b, "candidate"))
-    about = {"rows of one run only": alone} if alone else {}
-    return Comparison(entries, names, about, _not_finite(rows_a, rows_b))
+    return Comparison(entries, names, {"rows of one run only": alone} if alone else {}, _not_finite(rows_a, rows_b))
 
 
 def _not_finite(reference: Iterable[Row], candidate: Iterable[Row]) -> str:

@@ -13,6 +13,7 @@ from ..pages import (
     Bar,
     Line,
     Markup,
+    Shown,
     bars,
     element,
     figure,
@@ -106,7 +107,7 @@ class ModuleError:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Shown):
     """The differences between two runs of the same step or steps. Print it, or call its methods.
 
     Attributes:

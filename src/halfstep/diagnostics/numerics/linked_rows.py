@@ -85,8 +85,7 @@ def aligned_rows(a: Sequence[LinkedRow], b: Sequence[LinkedRow]) -> tuple[dict[i
     for group in groups_a.keys() & groups_b.keys():
         (at_a, keys_a), (at_b, keys_b) = (zip(*of[group], strict=True) for of in (groups_a, groups_b))
         matched |= {at_a[i]: at_b[j] for i, j in _aligned(keys_a, keys_b)}
-    total = sum(row.place is not None for rows in (a, b) for row in rows)
-    return matched, total - 2 * len(matched)
+    return matched, sum(row.place is not None for rows in (a, b) for row in rows) - 2 * len(matched)
 
 
 def _groups(rows: Iterable[LinkedRow]) -> dict[Hashable, list[tuple[int, Hashable]]]:
@@ -99,6 +98,5 @@ def _groups(rows: Iterable[LinkedRow]) -> dict[Hashable, list[tuple[int, Hashabl
 
 def _aligned(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]:
     """Align two sequences; returns pairs of indices."""
-    whole = [(0, 0, len(a))]
-    blocks = whole if a == b else SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
+    blocks = [(0, 0, len(a))] if a == b else SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
     return [(at_a + i, at_b + i) for at_a, at_b, size in blocks for i in range(size)]

@@ -130,6 +130,10 @@ class Monitor:
         self._ready = 0  # number of steps whose numbers have arrived
         self._alarms = Alarms()
 
+    def __repr__(self) -> str:
+        kinds = f"{type(self._model).__name__}, {type(self._optimizer).__name__}"
+        return f"Monitor({kinds}, every={self._every}, attached={bool(self._hooks)}, steps={self._next})"
+
     # ---- on and off
 
     def attach(self) -> Monitor:

@@ -77,8 +77,7 @@ class Recorder:
             return
         wide = not call.backward and _should_be_wide(name, call.function)
         inputs = tuple(dict.fromkeys(self._came_from(call.module, call.args, call.kwargs)))
-        results = call.result if call.result is not None else call.args[:1]
-        for index, tensor in enumerate(_floating(results)):
+        for index, tensor in enumerate(_floating(call.result if call.result is not None else call.args[:1])):
             row = LinkedRow(
                 call.module,
                 name,

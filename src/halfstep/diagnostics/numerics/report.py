@@ -98,7 +98,7 @@ def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Marku
 def _findings(rows: Sequence[Row], lost: Sequence[UpdateGrid]) -> Markup:
     """Make the section of findings: from a ``Monitor``'s rules, the likely cause first, and from the whole run."""
     found = findings_in(rows)
-    said = [f"{each.where}: {each.message}. Fix: {each.fix}." for each in found]
+    said = [f"{each.code} {each.severity} at {each.where}: {each.message}. Fix: {each.fix}." for each in found]
     bad = [row for row in rows if not row.is_finite]
     if bad and not any(each.code == "HS116" and each.severity == "error" for each in found):
         first = min(row.step for row in bad)
@@ -108,9 +108,8 @@ def _findings(rows: Sequence[Row], lost: Sequence[UpdateGrid]) -> Markup:
     if rounded:
         worst = max(rounded, key=lambda each: each.lost)
         others = f" {len(rounded)} of {len(lost)} parameters lose at least half." if len(rounded) > 1 else ""
-        share = _percent(worst.lost)
-        text = f"{share} of the updates of {worst.name} are too small to change a weight in {worst.dtype}.{others}"
-        said.append(text)
+        text = f"of the updates of {worst.name} are too small to change a weight in {worst.dtype}."
+        said.append(f"{_percent(worst.lost)} {text}{others}")
     if not said:
         return paragraph("No findings: no overflow, no tensor close to one, and few values that are too small.")
     return element("ul", *(element("li", text) for text in said))

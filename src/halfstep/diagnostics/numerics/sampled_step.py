@@ -164,8 +164,7 @@ class SampledStep:
                 continue
             of, number = (f"{name}[{i}]" if i else name, number_of_call), _NOT_LOOKED_AT
             if self._outputs and of not in self._done:
-                callers = self._callers(call)
-                number = self._survey.add(of[0], "output", tensor, number_of_call, callers, like)
+                number = self._survey.add(of[0], "output", tensor, number_of_call, self._callers(call), like)
             self._seen.add(tensor, (number, True))
             self._done.add(of)
             if self._output_grads and tensor.requires_grad:

@@ -89,8 +89,7 @@ class GradientTotals:
             for about, (*line, largest) in zip(abouts, fetched.get()[0].T.tolist(), strict=True):
                 if about.module and about.numel:  # a parameter, or a rank's shard, may be empty
                     known = sums.setdefault(about.module, [0.0] * 5)
-                    added = (a + b for a, b in zip(known, line, strict=False))
-                    sums[about.module] = [*added, max(known[4], largest)]
+                    sums[about.module] = [*(a + b for a, b in zip(known, line, strict=False)), max(known[4], largest)]
                     missing[about.module] = about
         made = []
         for row in rows:

@@ -182,8 +182,7 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 def _user_modes() -> list[Any]:
     """List the dispatch modes of this thread, the top one last. torch keeps its own, such as FakeTensorMode, apart."""
-    modes = (dispatch_mode_at(i) for i in range(dispatch_mode_count()))
-    return [mode for mode in modes if not is_torchs_mode(mode)]
+    return [mode for mode in (dispatch_mode_at(i) for i in range(dispatch_mode_count())) if not is_torchs_mode(mode)]
 
 
 def _take_off(mode: Any, pop: Callable[[], object]) -> None:

@@ -100,8 +100,7 @@ class Row:
             return -math.inf
         if self.amax == 0.0:
             return math.inf
-        largest = torch.finfo(getattr(torch, self.dtype)).max
-        return math.log2(largest) - math.log2(self.amax) - math.log2(self.scale)
+        return math.log2(torch.finfo(getattr(torch, self.dtype)).max) - math.log2(self.amax) - math.log2(self.scale)
 
     @property
     def subnormal(self) -> float:

@@ -6,6 +6,7 @@
 from .charts import Band, Bar, Line, Strip, bars, between, lines, power, strips
 from .html import Markup, element, join
 from .parts import (
+    Shown,
     dense_table,
     facts,
     figure,
@@ -27,6 +28,7 @@ __all__ = [
     "Bar",
     "Line",
     "Markup",
+    "Shown",
     "Strip",
     "bars",
     "between",

@@ -186,8 +186,7 @@ def strips(
 
     ticks = [(at, percent(at)) for at in _doublings(low, high)]
     texts = (element("text", label(at), x=f"{x:.4g}%", y=12, class_=_side(x)) for at, x in ticks)
-    axis = element("svg", *texts, class_="axis", height=16, width="100%")
-    body = [_row("", axis, value_name, head=True)]
+    body = [_row("", element("svg", *texts, class_="axis", height=16, width="100%"), value_name, head=True)]
     for row in rows:
         shapes = [_box(percent(b.start), percent(b.end), f"band {b.kind}") for b in row.bands]
         top = max(row.cells.values(), default=0.0)
@@ -196,8 +195,7 @@ def strips(
                 opacity = f"{0.08 + 0.92 * math.sqrt(share / top):.3g}"
                 shapes.append(_box(percent(at), percent(at + 1), f"cell {row.kinds(at)}", fill_opacity=opacity))
         shapes += [_edge(percent(at)) for at in row.marks if low <= at <= high]
-        drawn = element("svg", *shapes, width="100%", height=16)
-        body.append(_row(row.name, drawn, row.value, alarming=row.alarming))
+        body.append(_row(row.name, element("svg", *shapes, width="100%", height=16), row.value, alarming=row.alarming))
     return _image("div", title, description, join(body), class_="strips")
 
 

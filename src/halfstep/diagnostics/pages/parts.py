@@ -9,6 +9,7 @@ from ...core.files import replacing
 from .html import Markup, element, join
 
 __all__ = [
+    "Shown",
     "dense_table",
     "facts",
     "figure",
@@ -24,6 +25,13 @@ __all__ = [
     "write_page",
     "write_text",
 ]
+
+
+class Shown:
+    """Base class of results: a notebook shows one as its text."""
+
+    def _repr_html_(self) -> str:
+        return element("pre", str(self))
 
 
 def write_page(path: str | Path, title: str, parts: Iterable[Markup], *, wide: bool = False) -> None:
