@@ -669,7 +669,7 @@ def test_every_face_takes_both_spellings_of_levels_and_layers(name: str) -> None
     given, model = {name: "O2", "dtype": torch.float16}, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert amp.auto_cast(**given).casting.lists.level == "O2"
     assert halfstep.search(model, lambda m, x: m(x).sum(), [torch.ones(1, 2)] * 2, **given).level == "O2"
-    for face in (amp.initialize, amp.decorate, lambda model, **options: Recipe.of(**options).cast(model)):
+    for face in (amp.initialize, amp.decorate, lambda model, **options: TrainingPrecision.of(**options).cast(model)):
         for layers in ({"excluded_layers": "0"}, {"module_filter": lambda _, at: torch.float32 if at == "0" else None}):
             changed = face(copy.deepcopy(model), **given, **layers)
             assert [layer.weight.dtype for layer in changed] == [torch.float32, torch.float16]

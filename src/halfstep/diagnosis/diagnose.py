@@ -144,8 +144,8 @@ def _answer(seen: Observed, step: Callable[[], Any] | None = None, *, about: str
         about: a remark, what the first line says of how the steps ran.
     """
     found = [*seen.found, *apply(seen)]
-    measured = [each for monitor in seen.monitors for each in monitor.findings()]
-    found += [each for each in measured if each.code not in OF_FORMATS]  # which check has found
+    # check has found those of formats
+    found += [each for monitor in seen.monitors for each in monitor.findings() if each.code not in OF_FORMATS]
     overflow = next((each for each in found if each.code == "HS116" and each.severity == "error"), None)
     known = [each for each in found if each.severity != "note" and each.code != "HS111"]
     if not known or (overflow in known and "HS120" not in overflow.fix and all(e.code != "HS122" for e in known)):

@@ -68,7 +68,7 @@ class History:
             before = self.latest.get(place)
             if before is None or before.device != now.device:
                 before = now.new_zeros(_HISTORY)
-            self.latest[place] = torch.cat([before[1:], torch.where(now.isfinite(), now, 0.0).view(1)])
+            self.latest = self.latest | {place: torch.cat([before[1:], now.where(now.isfinite(), 0.0).view(1)])}
 
 
 def _largest(tensor: Tensor) -> Tensor:

@@ -199,9 +199,9 @@ def rounded_to(args: Sequence[Any]) -> RoundedTo | None:
     return RoundedTo(f"{names} ({backend or 'emulated'})", max(roundoffs)) if formats else None
 
 
-def unrounded(args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments of a call of ``OP`` that computes the same product without formats."""
-    return *args[:4], "None @ None", args[5], 0, args[7]
+def unrounded(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call of an op; for ``OP``, of the same product without formats."""
+    return (*args[:4], "None @ None", args[5], 0, args[7]) if op is OP else args
 
 
 def _run(

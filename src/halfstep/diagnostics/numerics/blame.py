@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from ...core.dtypes import HALF_DTYPES, dtype_name
-from ...formats.products import RoundedTo
 from ..observe.ops import USER
 from ..observe.row import Row
 from ..observe.samples import PROOF, grid_flags, is_on_grid
@@ -99,8 +98,7 @@ def _entry(row: LinkedRow, occurrence: int, found: Error, inherited: Error, know
     """Make the entry of a row from its errors and an excess that is known for another reason."""
     added = 0.0 if math.isinf(inherited.whole) else max(0.0, found.error - inherited.whole)
     more = 0.0 if math.isinf(inherited.lost) else max(0.0, found.lost - inherited.lost)
-    formats = row.emulates if isinstance(row.emulates, RoundedTo) else None
-    roundoff = formats.roundoff if formats else _roundoff(_WIDE if row.wide else row.dtype)
+    roundoff = getattr(row.emulates, "roundoff", 0.0) or _roundoff(_WIDE if row.wide else row.dtype)
     by_error = added / (roundoff + inherited.whole) if added else 0.0
     by_loss = more / (_FEW + inherited.lost) if more else 0.0
     excess = max(known, by_error, by_loss)
@@ -115,7 +113,7 @@ def _entry(row: LinkedRow, occurrence: int, found: Error, inherited: Error, know
         row.op,
         occurrence,
         row.backward,
-        str(formats) if formats else dtype_name(row.dtype) + " (emulated)" * (row.emulates is row.dtype),
+        getattr(row.emulates, "name", dtype_name(row.dtype) + " (emulated)" * (row.emulates is row.dtype)),
         error=max(found.error, found.lost),
         inherited=max(inherited.whole, inherited.lost),
         added=max(added, more),

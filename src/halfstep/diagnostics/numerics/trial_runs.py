@@ -44,9 +44,8 @@ def _copies(model: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor]) 
     try:
         for module in model.modules():
             hooks += [(table, dict(table)) for table in hook_tables(module)]
-            if (mark := vars(module).get("_products")) is not None:  # a recipe, perhaps with delayed scales
-                places.append((mark.history, "latest", latest := mark.history.latest))
-                mark.history.latest = dict(latest)
+            # What delayed scales come from; a step sets a new dict.
+            places += [(m.history, "latest", m.history.latest) for m in [vars(module).get("_products")] if m]
             for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
                 if tensor is not None:
                     places.append((module, name, tensor))

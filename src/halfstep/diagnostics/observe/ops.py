@@ -292,8 +292,7 @@ class OpMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._dtype is not None:  # tensors that the op writes to keep their dtype
-            args, kwargs = widened(args, kwargs, self._dtype, list(written(func, args, kwargs)))
-            args = unrounded(args) if func is OP else args
+            args, kwargs = widened(unrounded(func, args), kwargs, self._dtype, list(written(func, args, kwargs)))
         result = func(*args, **kwargs)
         if self._notice is None or _noticing.on:
             return result
