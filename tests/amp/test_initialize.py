@@ -27,6 +27,7 @@ from halfstep.core.dtypes import dtype_name
 from halfstep.core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
 from halfstep.core.policy import LEVELS as MEANINGS
 from halfstep.core.policy import Policy
+from halfstep.integrations.training_precision import TrainingPrecision
 from halfstep.scaling import DynamicLossScale, NoLossScale, StaticLossScale
 from tests.support.apex_recording import batch, golden, net, optimizer
 from tests.support.processes import one_rank
