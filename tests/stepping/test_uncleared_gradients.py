@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import amp, optimizers
 from halfstep.core.errors import LossScaleCollapsed
-from tests.stepping.test_overflow import Reads
+from tests.stepping.test_overflow import BAD, Reads
 from tests.support.doors import HANDLES, open_door
 from tests.support.worlds import FP16, scaled_backward, scaled_step, start_amp, step_and_clear, with_optimizer
 
-BAD = [math.inf, -math.inf, math.nan]
 OVERFLOWS = 3
 """The step whose gradients are not finite."""
 

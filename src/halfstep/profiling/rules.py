@@ -281,10 +281,9 @@ def _changes_layout(work: Work) -> bool:
 
 def islands(account: Account) -> Iterator[Cause]:
     """HS204: ops in float32 between ops of 16 bits, with the casts around them."""
-    half = account.half
     wide = [each for each in _model(account) if each.kind == "memory-bound ops" and each.dtype == "float32"]
     wide = [each for each in wide if each.piece.time >= _SMALL / 3 and not _changes_layout(each)]
-    if half and not _emulated(account) and wide:
+    if (half := account.half) and not _emulated(account) and wide:
         casts = [each for each in _model(account) if each.kind == "casts"]
         around = _time(casts) if _time(wide) > _time(casts) / 2 else 0.0
         text = f"ops in float32 take {account.ms(_time(wide)):.3g} ms in a model of {half}"
