@@ -152,7 +152,7 @@ def with_precision(given: dict[str, Any]) -> dict[str, Any]:
             precision if isinstance(precision, Mapping) else json.loads(Path(precision).read_bytes())["options"]
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArgumentValueError(f"precision={precision!r} is no dict, and no file of a search: {error!r}.") from error
+        raise ArgumentValueError(f"precision={precision!r} is neither a dict nor a saved search: {error!r}.") from error
     for name, value in more.items():
         if name not in _OF_PRECISION:
             raise ArgumentValueError(f"precision={precision!r} has {name!r}; it may have {', '.join(_OF_PRECISION)}.")

@@ -82,7 +82,7 @@ class Recording(Subscriber):
 
     def __init__(self) -> None:
         self.of: dict[AttachedOptimizer, OptimizerSteps] = {}
-        self.device, self.loss = torch.device("cpu"), torch.tensor(math.nan)
+        self.device, self.loss = torch.device("cpu"), torch.tensor(math.nan, dtype=torch.float32, device="cpu")
         self._scales: WeakKeyDictionary[Window, dict[DeviceLossScaler, torch.Tensor]] = WeakKeyDictionary()
         self._before: tuple[dict[DeviceLossScaler, float], int, float] = ({}, 0, math.nan)
         self._last = time.perf_counter()
