@@ -21,9 +21,10 @@ SAME = [  # to halfstep: before, after
     ("from apex.fp16_utils import *\n", "from halfstep.fp16_utils import *\n"),
     ("from apex.optimizers import FusedAdam\n", "from halfstep.apex.optimizers import FusedAdam\n"),
     (
-        "from apex import amp\nargs.amp = amp if x else None\nm = args.amp.initialize(m)\nother.initialize(m)\n",
-        "from halfstep import amp\nargs.amp = amp if x else None\n"
-        'm = args.amp.initialize(m, dtype="float16")\nother.initialize(m)\n',
+        "from apex import amp\na.amp = self.amp = amp if x else 0\n"
+        "a.amp.initialize(m)\nself.amp.initialize(m)\no.initialize(m)",
+        "from halfstep import amp\na.amp = self.amp = amp if x else 0\n"
+        'a.amp.initialize(m, dtype="float16")\nself.amp.initialize(m, dtype="float16")\no.initialize(m)',
     ),
     (
         "from apex.parallel import DistributedDataParallel as DDP\n",

@@ -39,7 +39,7 @@ def find(path: str) -> Any:
 
 def needs_a_trainer(path: str) -> bool:
     """Whether it is an adapter, which can be imported only where its trainer is installed."""
-    return path.startswith("halfstep.integrations.") and ".recipe" not in path and ".figures" not in path
+    return path.startswith("halfstep.integrations.") and ".training_precision" not in path and ".figures" not in path
 
 
 def shown_in(module: types.ModuleType) -> Iterator[Any]:
