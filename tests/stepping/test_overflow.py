@@ -108,9 +108,8 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], int]] = {  # how it is made, a
     "FusedAdam": (lambda params: optimizers.FusedAdam(params, lr=0.1), 0),
 }
 LEVELS = ["O0", "O1", "O2", "O2, fused=False", "O3"]
-TRAINED = [*LEVELS, "handle", "wrap_optimizer", "FP16_Optimizer", "GradScaler", "GradScaler, attached"]
-TRAINED += ["GradScaler, unscale_", "GradScaler, attached, unscale_"]
-TRAINED += ["torch's GradScaler", "torch's GradScaler, attached"]
+TRAINED = [*LEVELS, "handle", "wrap_optimizer", "FP16_Optimizer", "torch's GradScaler", "torch's GradScaler, attached"]
+TRAINED += ["GradScaler", "GradScaler, attached", "GradScaler, unscale_", "GradScaler, attached, unscale_"]
 TRAINED += ["TrainStep, O0", "TrainStep, O1", "TrainStep, O2", "TrainStep, GradScaler"]
 
 
