@@ -64,7 +64,7 @@ def test_the_parallel_wrapper_comes_after() -> None:
     nn.Module.__init__(ddp)
     for wrapped in (nn.DataParallel(nn.Linear(2, 2)), ddp):
         model, optimizer = pair()
-        expected = rf"first call amp\.decorate.. on the original model, and then wrap .* in {type(wrapped).__name__}\."
+        expected = rf"after amp\.decorate..: call it on the original model, then wrap .* in {type(wrapped).__name__}\."
         with pytest.raises(UsageError, match=expected):
             amp.decorate([model, wrapped], optimizer, level="O2")
         assert unchanged(model, optimizer)

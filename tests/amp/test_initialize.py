@@ -183,7 +183,7 @@ def test_twice_is_refused(level: str) -> None:
 def test_wrapped_for_parallel_training_is_refused() -> None:
     with one_rank():
         wrapped = nn.parallel.DistributedDataParallel(net())
-        with pytest.raises(UsageError, match=r"bare model.*after"):
+        with pytest.raises(UsageError, match=r"original model"):
             amp.initialize(wrapped, opt_level="O2", verbosity=0)
 
 
@@ -502,9 +502,9 @@ def test_scale_loss_arguments(level: str) -> None:
         pass
     with pytest.raises(UsageError, match="_amp_stash"), amp.scale_loss(loss, fresh()[1]):
         pass
-    with pytest.raises(ArgumentTypeError, match="floating tensor"), amp.scale_loss(torch.tensor(1), optim):
+    with pytest.raises(ArgumentTypeError, match="floating"), amp.scale_loss(torch.tensor(1), optim):
         pass
-    with pytest.raises(ArgumentTypeError, match="floating tensor"), amp.scale_loss(1.0, optim):
+    with pytest.raises(ArgumentTypeError, match="floating"), amp.scale_loss(1.0, optim):
         pass
     with pytest.raises(ArgumentTypeError, match="optimizer"), amp.scale_loss(loss, None):
         pass

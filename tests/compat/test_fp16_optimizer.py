@@ -403,7 +403,7 @@ def test_a_failing_backward_leaves_what_was_there() -> None:
     before = grads(optim).clone()
     with pytest.raises(RuntimeError, match="does not require grad"):
         optim.backward(torch.tensor(1.0))
-    with pytest.raises(ArgumentTypeError, match="floating tensor"):
+    with pytest.raises(ArgumentTypeError, match="floating"):
         optim.backward(3.0)  # type: ignore[arg-type]
     assert torch.equal(grads(optim), before)
     assert optim.loss_scale == DYNAMIC["init_scale"]
@@ -518,7 +518,7 @@ def test_a_closure_that_never_is_finite_comes_to_an_end() -> None:
     assert run(optim, model, 0) is None
     assert len(calls) == 1
     assert torch.equal(values(model.parameters()), before)
-    with pytest.raises(UsageError, match="static loss scale after the optimizer had moved"):
+    with pytest.raises(UsageError, match="static loss scale after the optimizer had changed"):
         run(optim, model, 1)
 
 

@@ -433,7 +433,7 @@ def test_wrap_and_scale_refuse(init: Callable[..., Any]) -> None:
         handle.scale_loss(torch.ones(()), linear()),
     ):
         pass
-    with pytest.raises(ArgumentTypeError, match="floating tensor"), handle.scale_loss(torch.tensor(3), inner):
+    with pytest.raises(ArgumentTypeError, match="floating"), handle.scale_loss(torch.tensor(3), inner):
         pass
 
 

@@ -361,8 +361,8 @@ def test_amp_initialize_at_o2(cls: Any, settings: dict[str, Any], dtype: torch.d
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
-    "O1": (torch.optim.AdamW, {"opt_level": "O1"}, "at O1 there are none"),
-    "O3": (torch.optim.AdamW, {"opt_level": "O3"}, "at O3 there are none"),
+    "O1": (torch.optim.AdamW, {"opt_level": "O1"}, "O1 has none"),
+    "O3": (torch.optim.AdamW, {"opt_level": "O3"}, "O3 has none"),
     "RMSprop": (torch.optim.RMSprop, {"opt_level": "O2"}, "This is RMSprop"),
     "Adagrad": (torch.optim.Adagrad, {"opt_level": "O2"}, "This is Adagrad"),
     "FusedAdagrad": (optimizers.FusedAdagrad, {"opt_level": "O2"}, "This is FusedAdagrad"),

@@ -49,7 +49,7 @@ def test_copies_of_16_bit_weights_are_logged_and_those_of_masters_are_not(copied
     model, _, _ = start(fused=True)
     with caplog.at_level("INFO", "halfstep"):
         copied(nn.DataParallel(model))
-    told = ["average amp.master_model(model)" in record.getMessage() for record in caplog.records]
+    told = ["use amp.master_model(model)" in record.getMessage() for record in caplog.records]
     assert told == ([] if copied is amp.master_model else [True])
 
 

@@ -82,7 +82,7 @@ def as_models(caller: str, models: Any) -> list[nn.Module]:
         if isinstance(model, PARALLEL):
             kind = type(model).__name__
             raise UsageError(
-                f"The model is already wrapped in {kind}, which must come later: first call {caller}() on the original "
+                f"The model is already wrapped in {kind}, which must come after {caller}(): call it on the original "
                 f"model, then wrap the model that it returns in {kind}."
             )
     return found
