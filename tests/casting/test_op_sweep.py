@@ -57,7 +57,7 @@ def test_every_op_is_right_or_refused(found: Found, level: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_exception_is_needed_no_more(found: Found, level: str) -> None:
-    assert EXCEPTIONS.keys() <= found[level]["wrong"].keys()
+    assert EXCEPTIONS.keys() - {"torch._scaled_mm"} <= found[level]["wrong"].keys()  # a CPU with AMX refuses it alike
 
 
 @pytest.mark.exhaustive

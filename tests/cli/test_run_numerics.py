@@ -75,7 +75,7 @@ def test_every_second_step_is_saved(
     tmp_path: Path, code: str, dtype: str, outputs: list[int], updates: list[int]
 ) -> None:
     done, file = run(tmp_path, MODEL + code, "--numerics", "run.jsonl", "--every", "2")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, f"halfstep: wrote {file}\n")
     rows = load_rows(file)
     assert seen(rows, "output", "0") == outputs
     assert seen(rows, "grad", "0.weight") == [0, 2, 4]

@@ -247,7 +247,7 @@ def refusals(rank: int) -> list[str]:
 
 def test_what_fsdp2_cannot_do_is_refused_before_anything_changes(ranks: Ranks) -> None:
     for ran, other, mixed, one_dtype in ranks.run(refusals):
-        assert ran.startswith("This model has run once since fully_shard")
+        assert ran.startswith("This model has already run since fully_shard")
         assert "MixedPrecisionPolicy(param_dtype=torch.float16)" in other
         assert mixed.startswith("FSDP2 gathers parameters together that would have different dtypes")
         assert "0.0.weight torch.bfloat16 and 0.1.weight torch.float32" in mixed

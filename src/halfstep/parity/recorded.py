@@ -90,21 +90,21 @@ class BitRecorder(Recorder):
         """Compute the sample and a digest of the numbers, which the same numbers have in every dtype."""
         values = tensor.detach()
         values = values if values.dtype in _IN_FLOAT32 else values.to(torch.float64)
-        digest = self._digest(narrow := values.to(torch.float32), torch.int32)
+        digest = self._digest(narrow := values.to(torch.float32))
         if values.dtype is torch.float64:
             rest = values - narrow  # 0, which adds nothing to a digest, if float32 has the number
-            digest += self._digest(rest.masked_fill(rest.isnan(), 0.0), torch.int64)
+            digest += self._digest(rest.masked_fill(rest.isnan(), 0.0))
         return self._sample(values), narrow.new_zeros(()), digest
 
-    def _digest(self, values: torch.Tensor, bits: torch.dtype) -> torch.Tensor:
+    def _digest(self, values: torch.Tensor) -> torch.Tensor:
         """Sum the bits times fixed random odd numbers, modulo 2**64: all NaN are alike, and 0 adds nothing."""
         count, device = values.numel(), values.device
         if (odd := self._odd.get(device)) is None or len(odd) < count:
             at = torch.arange(count, device=device, dtype=torch.int64) * 0x1E3779B97F4A7C15
             at = (at ^ (at >> 30)) * 0x3F58476D1CE4E5B9
             odd = self._odd[device] = (at ^ (at >> 27)) * 0x14D049BB133111EB | 1
-        seen = values.masked_fill(values.isnan(), torch.nan).reshape(-1).view(bits)
-        return (seen * odd[:count]).sum().reshape(1)
+        seen = values.masked_fill(values.isnan(), torch.nan).reshape(-1)  # of float64 below a mode that widens ops
+        return (seen.view({4: torch.int32, 8: torch.int64}[seen.itemsize]) * odd[:count]).sum().reshape(1)
 
     def _write(self, row: LinkedRow, tensor: torch.Tensor, keep: bool = False) -> None:
         seen = tensor
