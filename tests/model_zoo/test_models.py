@@ -17,7 +17,7 @@ from .training import Losses, train
 LEVELS = [(level, dtype) for level in ("O2", "O1") for dtype in (torch.bfloat16, torch.float16)]
 
 REFUSED = {  # by the level: halfstep's own error
-    ("Barlow Twins", "O1"): "pow_ runs in fp32.*use the form that is not in place"
+    ("Barlow Twins", "O1"): "pow_ runs in fp32.*use the out-of-place form"
 }
 
 

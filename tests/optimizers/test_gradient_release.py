@@ -432,7 +432,7 @@ def test_the_unscaled_loss_in_a_block_steps_nothing() -> None:
     model, optim = make("Adam", level="O2", dtype=FP16, released=True, loss_scale=64.0)
     before = copy.deepcopy(model.state_dict())
     loss = loss_of(model, batches(1)[0])
-    with pytest.raises(UsageError, match="not on the scaled loss"), amp.scale_loss(loss, optim):
+    with pytest.raises(UsageError, match="instead of the scaled loss"), amp.scale_loss(loss, optim):
         loss.backward()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     train(model, optim, batches(1))

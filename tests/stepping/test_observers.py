@@ -43,8 +43,8 @@ def test_the_scale_of_each_loss_and_each_skipped_step_are_seen_with_a_grad_scale
     with noting() as noted:
         for factor in FACTORS:
             advance(model(torch.ones(2, 4)).mean() * factor, optimizer, scaler)
-    assert list(noted.steps[0].scales.values()) == [[64.0, 64.0, 32.0]]
-    assert noted.steps[0].skipped == [False, True, False]
+    assert list(next(iter(noted.of.values())).scales.values()) == [[64.0, 64.0, 32.0]]
+    assert next(iter(noted.of.values())).skipped == [False, True, False]
 
 
 def test_a_monitor_knows_the_scale_after_it_has_moved() -> None:
@@ -64,8 +64,8 @@ def test_the_scale_is_the_one_before_the_update_in_a_scale_loss_block() -> None:
     with noting(optimizer) as noted:
         for factor in FACTORS:
             scaled_step(model(torch.ones(2, 4)).mean() * factor, optimizer)
-    assert list(noted.steps[0].scales.values()) == [[64.0, 64.0, 32.0]]
-    assert noted.steps[0].skipped == [False, True, False]
+    assert list(next(iter(noted.of.values())).scales.values()) == [[64.0, 64.0, 32.0]]
+    assert next(iter(noted.of.values())).skipped == [False, True, False]
     assert optimizer._amp_stash.counts["calls"] == 3
 
 
@@ -77,7 +77,7 @@ def test_the_scale_of_delayed_passes_is_seen() -> None:
         optimizer.backward(model(torch.ones(2, 4)).mean(), update_master_grads=False)
         optimizer.update_master_grads()
         optimizer.step()
-    assert list(noted.steps[0].scales.values()) == [[8.0]]
+    assert list(next(iter(noted.of.values())).scales.values()) == [[8.0]]
 
 
 def test_a_loss_without_a_scale_has_none() -> None:
@@ -85,7 +85,7 @@ def test_a_loss_without_a_scale_has_none() -> None:
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
     with noting(optimizer) as noted:
         scaled_step(model(torch.ones(2, 4)).float().mean(), optimizer)
-    assert noted.steps[0].scales == {}
+    assert next(iter(noted.of.values())).scales == {}
 
 
 def test_every_attached_optimizer_is_announced() -> None:
@@ -109,7 +109,7 @@ def test_a_step_that_is_refused_inside_of_a_block_is_none_for_observers() -> Non
         scaled_loss.backward()
         with pytest.raises(UsageError, match=r"inside a scale_loss block.*\. Call it after the block"):
             optimizer.step()
-    assert noted.steps == []
+    assert noted.of == {}
 
 
 def test_a_step_in_a_hook_of_the_backward_pass_names_gradient_release() -> None:
