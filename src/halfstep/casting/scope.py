@@ -19,7 +19,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ContextDecorator
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -307,7 +307,10 @@ def _uncast(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     def uncast(*args: Any, **kwargs: Any) -> Any:
         _latest_session()
         clear_cache()
-        with _ONLY_MEETING:  # for Python code that autograd calls: users' autograd functions and hooks
+        # The scope is for Python code that autograd calls: users' autograd functions and hooks. If nothing is cast, a
+        # traced scope would change native autocast, which Dynamo refuses.
+        idle = torch.compiler.is_compiling() and active_casting() is None
+        with nullcontext() if idle else _ONLY_MEETING:
             return run_backward(*args, **kwargs)
 
     return uncast

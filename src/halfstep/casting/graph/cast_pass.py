@@ -313,8 +313,7 @@ def _val(node: fx.Node) -> Any:
 
 
 def _floating(node: fx.Node) -> bool:
-    value = _val(node)
-    return isinstance(value, torch.Tensor) and value.dtype in _FLOATS
+    return isinstance(value := _val(node), torch.Tensor) and value.dtype in _FLOATS
 
 
 def _precision(node: fx.Node) -> str:
