@@ -621,10 +621,12 @@ def test_a_copied_model_is_a_model_of_its_own(level: str, way: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_data_parallel_replicas_run_their_own_weights(level: str) -> None:
-    model, _ = start(level)
-    replica = model._replicate_for_data_parallel()
+    """In Apex all of them ran the weights of the first."""
+    model = amp.initialize(nn.Linear(4, 2, bias=False), opt_level=level, verbosity=0)
+    replica = model._replicate_for_data_parallel()  # what DataParallel makes of a model, on each device
     replica._forward_pre_hooks = model._forward_pre_hooks
-    assert replica(batch(0)[0]).dtype == model(batch(0)[0]).dtype
+    replica.weight, replica.bias = torch.ones_like(model.weight), None
+    assert replica(torch.ones(1, 4)).tolist() == [[4.0, 4.0]]
 
 
 def test_memory_of_a_finished_fold_is_freed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 
@@ -53,12 +52,6 @@ def diffusion_loss(model, times):
 def diffusion():
     model = Denoiser()
     return model, diffusion_loss(model, lambda t: t)
-
-
-@kind("diffusion, time steps as floats", steps=25)
-def diffusion_of_floats():
-    model = Denoiser()
-    return model, diffusion_loss(model, lambda t: t.float())
 
 
 class LearnedTimes(nn.Module):
@@ -165,21 +158,6 @@ def vae():
     return model, loss_function
 
 
-class VAEWithLoss(VAE):
-    def forward(self, x):
-        recon_x, mu, logvar = super().forward(x)
-        bce = F.binary_cross_entropy(recon_x, x.view(-1, 36), reduction="sum")
-        q = distributions.Normal(mu, torch.exp(0.5 * logvar))
-        p = distributions.Normal(torch.zeros(4), torch.ones(4))
-        return (bce + distributions.kl_divergence(q, p).sum()) / len(x)
-
-
-@kind("VAE, loss inside", steps=40, lr=3e-2, noise=True)
-def vae_with_loss():
-    model, x = VAEWithLoss(), bars()
-    return model, lambda: model(x)
-
-
 class VectorQuantizer(nn.Module):
     def __init__(self, n=8, dim=4):
         super().__init__()
@@ -242,17 +220,6 @@ class RealNVP(nn.Module):
 def real_nvp():
     model, x = RealNVP(), moons() * 2 + 1
     return model, lambda: -model.log_prob(x).mean()
-
-
-@kind("RealNVP by forward", steps=20, lr=2e-2)
-def real_nvp_by_forward():
-    model, x = RealNVP(), moons() * 2 + 1
-
-    def loss():
-        z, log_det = model(x)
-        return -(model.prior.log_prob(z) + log_det).mean()
-
-    return model, loss
 
 
 class NeRF(nn.Module):
@@ -330,22 +297,3 @@ def neural_ode():
     times = torch.linspace(0, 1.5, 4)
     y = torch.stack([torch.cos(times), -torch.sin(times)], 1)[:, None]
     return model, lambda: F.mse_loss(model(y[0], times), y)
-
-
-@kind("EMA of weights", steps=25, lr=2e-2)
-def ema():
-    """BYOL's way: the target network is an average of the model, made by hand in each step."""
-    model = mlp(2, 16, 8)
-    target = copy.deepcopy(model)
-    x = moons()
-
-    def loss():
-        with torch.no_grad():
-            for p, average in zip(model.parameters(), target.parameters(), strict=True):
-                average.mul_(0.9).add_(p.data.float(), alpha=0.1)
-            wanted = F.normalize(target(x + 0.1), dim=1)
-        return (
-            2 - 2 * (F.normalize(model(x), dim=1) * wanted).sum(1).mean() + (model(x).mean(1) - x[:, 0]).pow(2).mean()
-        )
-
-    return model, loss

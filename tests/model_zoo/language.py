@@ -336,31 +336,6 @@ def alibi_slopes(heads):
     return torch.tensor([2.0 ** (-8.0 * (i + 1) / heads) for i in range(heads)])
 
 
-@next_token("RetNet", steps=20)
-class RetNet(nn.Module):
-    """Retention with decay masks, and group norm of the heads."""
-
-    def __init__(self, dim=16, heads=2):
-        super().__init__()
-        self.heads = heads
-        self.embed, self.qkv, self.gate = nn.Embedding(16, dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.norm, self.out = nn.GroupNorm(heads, dim), nn.Linear(dim, 16)
-        self.register_buffer("decay", torch.log(1 - 2 ** (-5 - torch.arange(heads, dtype=torch.float))))
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        n, t, d = x.shape
-        q, k, v = self.qkv(x).view(n, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        index = torch.arange(t)
-        mask = torch.tril(torch.ones(t, t)).masked_fill_(index[None] > index[:, None], float("inf"))
-        mask = torch.exp((index[:, None] - index[None]).tril() * self.decay[:, None, None])
-        mask = mask * torch.tril(torch.ones(t, t))
-        mask = mask / mask.sum(dim=-1, keepdim=True).sqrt()
-        y = (q @ k.transpose(-1, -2) / math.sqrt(d) * mask) @ v
-        y = self.norm(y.transpose(1, 2).reshape(n * t, d)).view(n, t, d)
-        return self.out(F.silu(self.gate(x)) * y + x)
-
-
 @next_token("ALiBi in nn.MultiheadAttention", steps=20)
 class Alibi(nn.Module):
     def __init__(self, dim=16, heads=2):

@@ -89,24 +89,6 @@ def sac():
     return model, loss
 
 
-@kind("DQN with a target network", steps=20, lr=1e-2)
-def dqn():
-    model, target = mlp(4, 32, 3), mlp(4, 32, 3)
-    x, following = torch.randn(32, 4), torch.randn(32, 4)
-    actions = torch.randint(3, (32, 1))
-    reward = x.gather(1, actions).squeeze(1) * 2
-    done = torch.rand(32) < 0.3
-
-    def loss():
-        with torch.no_grad():
-            next_values = torch.zeros(32)
-            next_values[~done] = target(following[~done]).max(1).values
-        values = model(x).gather(1, actions)
-        return F.smooth_l1_loss(values, (0.9 * next_values + reward).unsqueeze(1))
-
-    return model, loss
-
-
 @kind("MAML", steps=15, lr=1e-2)
 def maml():
     model = mlp(1, 16, 16, 1, activation=nn.Tanh)
@@ -145,65 +127,6 @@ def per_sample_gradients():
         return (share * (model(x) - y).pow(2).squeeze(1)).mean()
 
     return model, loss
-
-
-class HyperNetwork(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(3, 4)
-        self.weights = mlp(4, 16, 2 * 8 + 8 + 8 + 1)
-
-    def forward(self, x, task):
-        w = self.weights(self.embed(task))
-        w1, b1, w2, b2 = torch.split(w, [16, 8, 8, 1])
-        return F.linear(torch.tanh(F.linear(x, w1.view(8, 2), b1)), w2.view(1, 8), b2)
-
-
-@kind("hypernetwork", steps=25, lr=1e-2)
-def hypernetwork():
-    model, x = HyperNetwork(), torch.randn(16, 2)
-    ys = [x[:, :1] + 1, x[:, 1:] * -1, x.sum(1, keepdim=True) * 0.5]
-    return model, lambda: sum(F.mse_loss(model(x, torch.tensor(i)), y) for i, y in enumerate(ys))
-
-
-class QuantileNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = mlp(1, 32, 3)
-        self.quantiles = torch.tensor([0.1, 0.5, 0.9])
-
-    def forward(self, x, y):
-        errors = y - self.net(x)
-        return torch.max((self.quantiles - 1) * errors, self.quantiles * errors).sum(1).mean()
-
-
-@kind("quantile regression", steps=30, lr=2e-2)
-def quantiles():
-    model = QuantileNet()
-    x = torch.linspace(-1, 1, 64)[:, None]
-    y = 2 * x + 3 + 0.2 * torch.randn(64, 1)
-    return model, lambda: model(x, y)
-
-
-class MixtureDensity(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.pi, self.mu, self.sigma = mlp(1, 16, 16), *(nn.Linear(16, 3) for _ in range(3))
-
-    def forward(self, x):
-        h = torch.tanh(self.body(x))
-        mixture = distributions.Categorical(logits=self.pi(h))
-        return distributions.MixtureSameFamily(
-            mixture, distributions.Normal(self.mu(h), F.softplus(self.sigma(h)) + 0.05)
-        )
-
-
-@kind("mixture density network", steps=20, lr=1e-2)
-def mixture_density():
-    model = MixtureDensity()
-    y = torch.linspace(-1, 1, 64)[:, None]
-    x = y + 0.3 * torch.sin(4 * y) + 0.02 * torch.randn(64, 1)
-    return model, lambda: 1 - model(x).log_prob(y.squeeze(1)).mean()
 
 
 class SpectralConv1d(nn.Module):

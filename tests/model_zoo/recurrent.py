@@ -69,21 +69,6 @@ class GRUCell(nn.Module):
         return new + update * (hidden - new)
 
 
-@next_token("GRU by hand", 8, 6, steps=15, lr=2e-2)
-class GRUByHand(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.cell, self.out = nn.Embedding(16, 16), GRUCell(16, 16), nn.Linear(16, 16)
-
-    def forward(self, ids):
-        hidden = torch.zeros(len(ids), 16)
-        outputs = torch.zeros(*ids.shape, 16)
-        for t in range(ids.size(1)):
-            hidden = self.cell(self.embed(ids[:, t]), hidden)
-            outputs[:, t] = self.out(hidden)
-        return outputs
-
-
 @next_token("RNN cells", 8, 6, steps=15, lr=2e-2)
 class Cells(nn.Module):
     def __init__(self):
@@ -233,59 +218,3 @@ def ctc():
     x = F.one_hot(y - 1, 4).float().repeat_interleave(4, 1).transpose(1, 2) + 0.1 * torch.randn(6, 4, 12)
     lengths = torch.full((6,), 12), torch.full((6,), 3)
     return model, lambda: F.ctc_loss(model(x), y, *lengths)
-
-
-class CRF(nn.Module):
-    """PyTorch's tutorial on sequence tagging: scores of all paths by logsumexp, from -10000."""
-
-    def __init__(self, tags=4):
-        super().__init__()
-        self.embed, self.lstm = nn.Embedding(16, 8), nn.LSTM(8, 8, bidirectional=True)
-        self.hidden2tag = nn.Linear(16, tags)
-        self.transitions = nn.Parameter(torch.randn(tags, tags))
-        self.transitions.data[0, :] = -10000
-        self.start = 0
-
-    def neg_log_likelihood(self, sentence, tags):
-        feats = self.hidden2tag(self.lstm(self.embed(sentence).unsqueeze(1))[0]).squeeze(1)
-        alphas = torch.full((1, 4), -10000.0)
-        alphas[0][self.start] = 0.0
-        score = torch.zeros(1)
-        previous = self.start
-        for feat, tag in zip(feats, tags, strict=True):
-            alphas = torch.logsumexp(alphas + self.transitions + feat[:, None], dim=1)[None]
-            score = score + self.transitions[tag, previous] + feat[tag]
-            previous = tag
-        return (torch.logsumexp(alphas, 1) - score).squeeze()
-
-    forward = neg_log_likelihood
-
-
-@kind("BiLSTM-CRF", steps=15, lr=5e-2)
-def crf():
-    model = CRF()
-    x = tokens(3, 6)
-    return model, lambda: sum(model(row, 1 + row % 3) for row in x) / 3
-
-
-@next_token("linear attention", steps=20)
-class LinearAttention(nn.Module):
-    """Performer's: positive random features in a buffer, sums along the sequence."""
-
-    def __init__(self, dim=16):
-        super().__init__()
-        self.embed, self.qkv, self.out = nn.Embedding(16, dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, 16)
-        self.register_buffer("projection", torch.linalg.qr(torch.randn(dim, dim))[0] * dim**0.5)
-
-    def features(self, x):
-        x = x * x.size(-1) ** -0.25
-        return torch.exp(x @ self.projection - x.square().sum(-1, keepdim=True) / 2) + 1e-6
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        q, k, v = self.qkv(x).chunk(3, -1)
-        q, k = self.features(q), self.features(k)
-        normalizer = torch.einsum("btd,btd->bt", q, k.cumsum(1))
-        sums = torch.einsum("btd,bte->btde", k, v).cumsum(1)
-        y = torch.einsum("btd,btde->bte", q, sums) / normalizer[..., None]
-        return self.out(x + y)

@@ -149,14 +149,6 @@ class Autoformer(nn.Module):
         return self.out(h + (rolled * weights[:, :, None, None]).sum(1).transpose(1, 2))
 
 
-@kind("Autoformer", steps=25, lr=1e-2)
-def autoformer():
-    model = Autoformer()
-    t = torch.arange(15) * 2 * math.pi / 5
-    x = torch.stack([torch.sin(t + p) for p in torch.linspace(0, 5, 8)])[..., None]
-    return model, lambda: F.mse_loss(model(x), 0.7 * x + 0.5)
-
-
 class Checkpointed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -216,34 +208,6 @@ def distillation():
         return F.kl_div(F.log_softmax(student(x) * 4, dim=1), wanted, reduction="batchmean")
 
     return student, loss
-
-
-class Sparsemax(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mask, self.fc = nn.Linear(8, 8), mlp(8, 16, 2)
-        self.log_vars = nn.Parameter(torch.zeros(2))
-
-    def sparsemax(self, z):
-        z_sorted, _ = torch.sort(z, dim=1, descending=True)
-        k = torch.arange(1, z.size(1) + 1, dtype=torch.float)[None]
-        cumulative = z_sorted.cumsum(1) - 1
-        support = k * z_sorted > cumulative
-        size = support.sum(1, keepdim=True)
-        tau = cumulative.gather(1, size - 1) / size.to(z.dtype)
-        return torch.clamp(z - tau, min=0)
-
-    def forward(self, x, y):
-        out = self.fc(x * self.sparsemax(self.mask(x)))
-        errors = (out - y).pow(2).mean(0)
-        return (torch.exp(-self.log_vars) * errors + self.log_vars).sum()
-
-
-@kind("TabNet: sparsemax, learned weights of losses", steps=25, lr=2e-2)
-def tabnet():
-    model, x = Sparsemax(), torch.randn(48, 8)
-    y = torch.stack([x[:, 0] + 2, 2 * x[:, 1] - 1], 1)
-    return model, lambda: model(x, y)
 
 
 class Curriculum(nn.Module):

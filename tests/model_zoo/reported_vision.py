@@ -31,70 +31,6 @@ class PointNet(nn.Module):
         return self.fc(self.edge(torch.cat((near - centre, centre), dim=3)).amax(2).amax(1))
 
 
-@kind("point clouds, nearest neighbours", steps=25, lr=1e-2)
-def point_net():
-    model, y = PointNet(), torch.arange(12) % 2
-    x = torch.randn(12, 16, 3)
-    x = torch.where(y[:, None, None] == 0, F.normalize(x, dim=2), x)
-    return model, lambda: F.cross_entropy(model(x), y)
-
-
-class Flow(nn.Module):
-    """RAFT's coordinates: a grid of pixels beyond 256, to which small steps are added before grid_sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))
-
-    def forward(self, one, two, iters=2):
-        h, w = one.shape[-2:]
-        y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-        coords0 = torch.stack([x, y]).float()[None].repeat(len(one), 1, 1, 1)
-        coords1 = coords0.clone()
-        for _ in range(iters):
-            coords1 = coords1.detach()
-            grid = 2 * coords1.permute(0, 2, 3, 1) / torch.tensor([w - 1, h - 1]) - 1
-            warped = F.grid_sample(two, grid, align_corners=True, padding_mode="border")
-            coords1 = coords1 + self.net(torch.cat([one, warped], 1))
-        return coords1 - coords0
-
-
-@kind("optical flow", steps=20, lr=1e-2)
-def optical_flow():
-    model = Flow()
-    one = torch.sin(torch.arange(320) * 0.2).expand(1, 1, 4, 320)
-    flow = torch.tensor([1.5, -0.5])[None, :, None, None].expand(1, 2, 4, 320)
-    two = one.roll(1, 3)
-    return model, lambda: (model(one, two) - flow).abs().mean()
-
-
-class ModulatedConv(nn.Module):
-    """StyleGAN2's: weights are scaled by a style and normalized, with groups in place of a batch."""
-
-    def __init__(self, inp=8, out=3, style=4):
-        super().__init__()
-        self.const = nn.Parameter(torch.randn(1, inp, 4, 4))
-        self.weight = nn.Parameter(torch.randn(1, out, inp, 3, 3))
-        self.modulation, self.scale = nn.Linear(style, inp), 1 / math.sqrt(inp * 9)
-        self.gain = nn.Parameter(torch.ones(()))
-
-    def forward(self, z):
-        n = len(z)
-        style = self.modulation(z).view(n, 1, -1, 1, 1) + 1
-        weight = self.scale * self.weight * style
-        demod = torch.rsqrt(weight.pow(2).sum([2, 3, 4]) + 1e-8)
-        weight = (weight * demod.view(n, -1, 1, 1, 1)).flatten(0, 1)
-        x = self.const.repeat(n, 1, 1, 1).view(1, -1, 4, 4)
-        return self.gain * F.conv2d(x, weight, padding=1, groups=n).view(n, -1, 4, 4)
-
-
-@kind("StyleGAN2's convolution", steps=25, lr=2e-2)
-def style_gan():
-    model, z = ModulatedConv(), torch.randn(4, 4)
-    wanted = torch.randn(4, 3, 1, 1).expand(4, 3, 4, 4) * 0.3
-    return model, lambda: F.mse_loss(model(z), wanted)
-
-
 @classifies("Swin", steps=20, lr=1e-2)
 class Swin(nn.Module):
     """Shifted windows: a mask of -100, a table of relative positions, and the depth dropped by a random mask."""
@@ -190,36 +126,3 @@ def pose():
     model, x = Pose(), torch.randn(24, 3)
     target = x.roll(1, 1) * torch.tensor([1.5, 0.7, 1.0]) + 2
     return model, lambda: model(x, target)
-
-
-class Capsules(nn.Module):
-    """Routing by agreement from logits of zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.primary, self.W = nn.Linear(192, 8 * 4), nn.Parameter(torch.randn(4, 8, 6, 4) * 0.3)
-
-    def squash(self, s):
-        n = s.pow(2).sum(-1, keepdim=True)
-        return n / (1 + n) * s / (n + 1e-8).sqrt()
-
-    def forward(self, x):
-        u = self.squash(self.primary(x.flatten(1)).view(-1, 8, 4))
-        u = torch.einsum("ckop,bkp->bcko", self.W, u)
-        b = torch.zeros(u.shape[:3])
-        for _ in range(3):
-            v = self.squash((F.softmax(b, 1)[..., None] * u).sum(2))
-            b = b + (u * v[:, :, None]).sum(-1)
-        return v.norm(dim=-1)
-
-
-@kind("capsules", steps=12, lr=1e-3)
-def capsules():
-    model, (x, y) = Capsules(), pictures()
-    one_hot = F.one_hot(y, 4)
-
-    def margin():
-        v = model(x)
-        return (one_hot * F.relu(0.9 - v) ** 2 + 0.5 * (1 - one_hot) * F.relu(v - 0.1) ** 2).sum(1).mean()
-
-    return model, margin

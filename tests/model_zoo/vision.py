@@ -186,17 +186,6 @@ def detection():
     return model, lambda: model(x, targets)[0]
 
 
-class SwAV(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 16))
-        self.prototypes = nn.Linear(16, 6, bias=False)
-
-    def forward(self, x):
-        x = F.normalize(self.backbone(x), dim=1, p=2)
-        return x, self.prototypes(x)
-
-
 @torch.no_grad()
 def sinkhorn(scores, epsilon=0.05, iterations=3):
     q = torch.exp(scores / epsilon).t()
@@ -205,89 +194,6 @@ def sinkhorn(scores, epsilon=0.05, iterations=3):
         q /= torch.sum(q, dim=1, keepdim=True) * q.shape[0]
         q /= torch.sum(q, dim=0, keepdim=True) * q.shape[1]
     return (q * q.shape[1]).t()
-
-
-@kind("SwAV with Sinkhorn", steps=12, lr=5e-3)
-def swav():
-    model = SwAV()
-    x, _ = pictures()
-    one, two = x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x)
-
-    def loss():
-        with torch.no_grad():
-            w = F.normalize(model.prototypes.weight.data.clone(), dim=1, p=2)
-            model.prototypes.weight.copy_(w)
-        (_, a), (_, b) = model(one), model(two)
-        qa, qb = sinkhorn(a), sinkhorn(b)
-        return -torch.mean(torch.sum(qa * F.log_softmax(b / 0.1, 1) + qb * F.log_softmax(a / 0.1, 1), dim=1)) / 2
-
-    return model, loss
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.fc = nn.Linear(8 * 16, 16)
-
-    def forward(self, x):
-        return self.fc(F.avg_pool2d(F.relu(self.conv(x)), 2).flatten(1))
-
-
-@kind("contrastive (InfoNCE)", steps=20, lr=3e-3)
-def contrastive():
-    model = Encoder()
-    x, _ = pictures()
-    one, two = x + 0.3 * torch.randn_like(x), x + 0.3 * torch.randn_like(x)
-
-    def info_nce():
-        features = F.normalize(torch.cat([model(one), model(two)]), dim=1)
-        labels = torch.cat([torch.arange(16)] * 2)
-        labels = (labels[None] == labels[:, None]).float()
-        similarity = features @ features.T
-        mask = torch.eye(32, dtype=torch.bool)
-        labels, similarity = labels[~mask].view(32, -1), similarity[~mask].view(32, -1)
-        positives, negatives = similarity[labels.bool()].view(32, -1), similarity[~labels.bool()].view(32, -1)
-        logits = torch.cat([positives, negatives], dim=1) / 0.2
-        return F.cross_entropy(logits, torch.zeros(32, dtype=torch.long))
-
-    return model, info_nce
-
-
-@kind("triplet with hard mining", steps=12, lr=2e-3)
-def triplet():
-    model = Encoder()
-    x, y = pictures()
-
-    def batch_hard():
-        e = model(x)
-        distance = torch.cdist(e, e)
-        same = y[None] == y[:, None]
-        hardest_positive = (distance * same.float()).max(1).values
-        hardest_negative = (distance + 1e5 * same.float()).min(1).values
-        return F.relu(hardest_positive - hardest_negative + 1.0).mean() + F.triplet_margin_loss(e[:4], e[4:8], e[1:5])
-
-    return model, batch_hard
-
-
-class ArcFace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = Encoder()
-        self.weight = nn.Parameter(torch.randn(4, 16))
-
-    def forward(self, x, label, s=8.0, m=0.3):
-        cosine = F.linear(F.normalize(self.encoder(x)), F.normalize(self.weight))
-        theta = torch.acos(cosine.clamp(-1 + 1e-4, 1 - 1e-4))
-        one_hot = torch.zeros(cosine.size()).scatter_(1, label.view(-1, 1), 1)
-        return s * torch.where(one_hot.bool(), torch.cos(theta + m), cosine)
-
-
-@kind("ArcFace", steps=20, lr=3e-3)
-def arcface():
-    model = ArcFace()
-    x, y = pictures()
-    return model, lambda: F.cross_entropy(model(x, y), y)
 
 
 @classifies("spatial transformer", steps=15, lr=2e-3)
@@ -367,11 +273,3 @@ class ConvLSTM(nn.Module):
         for t in range(x.size(1)):
             state = self.cell(x[:, t], state)
         return self.out(state[0])
-
-
-@kind("ConvLSTM", steps=25)
-def conv_lstm():
-    model = ConvLSTM()
-    first = torch.rand(6, 1, 1, 6, 6)
-    x = torch.cat([first.roll(t, -1) for t in range(5)], 1)
-    return model, lambda: F.mse_loss(model(x[:, :4]), x[:, 4])
