@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from .machine import Machine
-from .ops import KINDS, Work, work_of
+from .ops import KINDS, Work, works_of
 from .trace import FORWARD, STEP, ChromeTrace, Interval, covered, minus, overlap, union
 
 __all__ = ["Account", "RunSettings", "inside"]
@@ -68,20 +69,20 @@ class Account:
         self.trace, self.machine, self.settings = trace, machine, settings
         self.steps = len(trace.steps)
         start, end = trace.window
-        self.works = [work_of(piece) for piece in trace.pieces if start <= piece.start < end]
+        self.works = works_of(piece for piece in trace.pieces if start <= piece.start < end)
         steps = [] if trace.on_gpu else self.marked(STEP)  # between them the profiler itself works
         self.window = overlap([(start, end)], steps) if steps else [(start, end)]
         self.total = covered(self.window)
         self.data = self._data()
         spans = {kind: self.spans(each for each in self.works if each.kind == kind) for kind in KINDS}
-        sent = [*spans["communication, exposed"], *self._sent()]
+        sent = self.marked(*(() if trace.on_gpu else ("gloo:", "mpi:", "nccl:", "ucc:")))
         claimed: list[Interval] = [] if trace.on_gpu else overlap(self.marked(_LOADS), self.window)
         compute = minus(union(span for kind in _COMPUTE for span in spans[kind]), claimed)
         self.kinds = dict.fromkeys(KINDS, 0.0)
         for kind in _COMPUTE:
             self.kinds[kind] = covered(minus(spans[kind], claimed))
             claimed = union([*claimed, *spans[kind]])
-        sending = overlap(union(sent), self.window)
+        sending = overlap(union([*spans["communication, exposed"], *sent]), self.window)
         self.exposed = minus(sending, compute)
         self.kinds["communication, exposed"] = covered(self.exposed)
         self.kinds["communication, hidden"] = covered(sending) - covered(self.exposed)
@@ -98,6 +99,14 @@ class Account:
         self.reads = self._reads()
         dtypes = {each.dtype for each in self.works if each.kind in ("products", "memory-bound ops")}
         self.half = min(dtypes & {"bfloat16", "float16"} | set(settings.half), default="")
+
+    @functools.cached_property
+    def model(self) -> list[Work]:
+        """The works of the model: without optimizer, data, and numbers that are read."""
+        other = union([*self.marked("Optimizer."), *self.data, *self.reads])
+        apart = set(map(id, inside(self.works, other)))
+        kinds = ("products", "memory-bound ops", "casts")
+        return [each for each in self.works if each.kind in kinds and id(each) not in apart and not each.zeroes]
 
     def spans(self, works: Iterable[Work]) -> list[Interval]:
         """Merge the intervals of works."""
@@ -120,12 +129,6 @@ class Account:
         other = [*self.marked("Optimizer."), *self.spans(each for each in self.works if each.zeroes)]
         return union([*minus(union(before), union(other)), *self.marked(_LOADS)])
 
-    def _sent(self) -> list[Interval]:
-        if self.trace.on_gpu:
-            return []
-        marks = [mark for mark in self.trace.marks if mark.name.startswith(("gloo:", "mpi:", "nccl:", "ucc:"))]
-        return [(mark.start, mark.end) for mark in marks]
-
     def _waits(self) -> list[Interval]:
         """The calls that wait for the device, each until the device has something to do again."""
         found, starts, at = [], [piece.start for piece in self.trace.pieces], 0
@@ -136,9 +139,8 @@ class Account:
         return union(found)
 
     def _reads(self) -> list[Interval]:
-        calls = [each for each in self.trace.calls if each.name == "aten::item"]
         runs: list[list[float]] = []
-        for each in calls:
+        for each in (call for call in self.trace.calls if call.name == "aten::item"):
             if runs and each.start - runs[-1][1] < _RUN:
                 runs[-1][1:] = [each.end, runs[-1][2] + 1]
             else:

@@ -11,7 +11,7 @@ from ..diagnostics.findings import Finding
 from ..diagnostics.pages import Bar, Shown, bars, figure, header, made_by, note, section, small, table, write_page
 from .accounts import Account, RunSettings
 from .machine import CHIPS, Machine, chip_given, chip_named
-from .ops import KINDS, SIZES, Work
+from .ops import KINDS, SIZES
 from .rules import apply
 from .trace import ChromeTrace, read_trace
 
@@ -151,14 +151,10 @@ def _rows(account: Account) -> tuple[tuple[str, ...], ...]:
     times: Counter[tuple[str, ...]] = Counter()
     calls: dict[tuple[str, ...], set[int]] = defaultdict(set)
     for each in account.works:
-        key = each.op, each.dtype, _sizes(each), each.kind
+        key = each.op, each.dtype, each.sizes, each.kind
         times[key] += each.piece.time  # type: ignore[assignment]
         calls[key].add(id(each.whole or each))
     return tuple(
         (*key, f"{len(calls[key]) / account.steps:,.0f}", f"{account.ms(us):.4g}")
         for key, us in times.most_common(_MOST_ROWS)
     )
-
-
-def _sizes(work: Work) -> str:
-    return work.product.text if work.product is not None else f"{work.count:,} elements" if work.count else ""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.oplists.tables import row_of
 from .trace import Call, Piece
 
-__all__ = ["KINDS", "SIZES", "Product", "Work", "work_of"]
+__all__ = ["KINDS", "SIZES", "Product", "Work", "works_of"]
 
 KINDS = {
     "products": "matrix products, convolutions, attention",
@@ -83,6 +84,8 @@ class Work:
         bytes: the bytes that it reads and writes.
         product: the sizes, if it is a product with known shapes.
         zeroes: True if it sets gradients to zero outside a backward pass.
+        accumulates: True if it adds to the gradient of a parameter.
+        tensors: the sizes of the tensors that it reads.
         whole: the call of which it is a part: several kernels may do one product.
     """
 
@@ -94,21 +97,35 @@ class Work:
     bytes: float
     product: Product | None
     zeroes: bool
-    whole: Call | None = None
+    accumulates: bool
+    tensors: Collection[tuple[int, ...]]
+    whole: Call | None
 
     @property
-    def ms(self) -> float:
-        """The duration in milliseconds."""
-        return self.piece.time / 1e3
+    def sizes(self) -> str:
+        """The sizes in words; "" if unknown."""
+        return self.product.text if self.product is not None else f"{self.count:,} elements" if self.count else ""
 
 
-def work_of(piece: Piece) -> Work:
-    """Say what a piece is."""
-    call = piece.call
-    if call is None:
-        sends = any(word in piece.name.lower() for word in _SENDS[:2])
-        kind = "communication, exposed" if sends else "not named"
-        return Work(piece, kind, piece.name, "", 0, 0.0, None, False)
+def works_of(pieces: Iterable[Piece]) -> list[Work]:
+    """Say what pieces are. Calls that are alike are described once: a step repeats a few of them."""
+    known: dict[Any, tuple[Any, int]] = {}
+    found = []
+    for piece in pieces:
+        call = piece.call
+        like = piece.name if call is None else call.like or call
+        if like not in known:
+            known[like] = _described(like)
+        facts, outwards = known[like]
+        found.append(Work(piece, *(*facts, call and next(itertools.islice(call.chain(), outwards, None)))))
+    return found
+
+
+def _described(call: Call | str) -> tuple[Any, int]:
+    """Return what ``Work`` says of a call or a kernel without one, and how many calls out the outermost product is."""
+    if isinstance(call, str):
+        kind = "communication, exposed" if any(word in call.lower() for word in _SENDS[:2]) else "not named"
+        return (kind, call, "", 0, 0.0, None, False, False, ()), 0
     chain = list(call.chain())
     names = [each.name for each in chain]
     told = next((each for each in chain if any(isinstance(size, list) and size for size in each.dims)), call)
@@ -129,7 +146,10 @@ def work_of(piece: Piece) -> Work:
     zeroes = fills and bare and not any("Optimizer.step" in name for name in names)
     made = product.batch * product.m * product.n if product is not None and product.what == "product" else count
     moved = float(read + made * (SIZES.get(dtype, 0) if op not in ("zero_", "fill_") else 0))
-    return Work(piece, kind, op, dtype, count, moved, product, zeroes, (products or [call])[-1])
+    accumulates = any("AccumulateGrad" in name for name in names)
+    tensors = {tuple(d) for each in chain for d in each.dims if isinstance(d, list) and d and isinstance(d[0], int)}
+    facts = kind, op, dtype, count, moved, product, zeroes, accumulates, tensors
+    return facts, chain.index((products or [call])[-1])
 
 
 def _kind(names: Sequence[str], told: Call, main: Call | None) -> str:

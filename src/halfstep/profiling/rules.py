@@ -60,8 +60,7 @@ def _names(works: Iterable[Work]) -> str:
     """The ops that take most of the time, with their dtypes."""
     times: Counter[str] = Counter()
     for each in works:
-        label = each.product.text if each.product is not None else f"{each.count:,} elements" if each.count else ""
-        times[" ".join(filter(None, (each.op, each.dtype, label)))] += int(each.piece.time) + 1
+        times[" ".join(filter(None, (each.op, each.dtype, each.sizes)))] += int(each.piece.time) + 1
     return listed([name for name, _ in times.most_common()], 2)
 
 
@@ -81,16 +80,8 @@ def _least(account: Account, work: Work, dtype: str = "") -> float:
     """
     size = SIZES.get(dtype or work.dtype, 4) / SIZES.get(work.dtype, 4)
     flops = work.product.flops if work.product is not None else 0.0
-    moved = work.bytes if account.machine.ms(work.dtype, 0.0, work.bytes) < work.ms else 0.0
+    moved = work.bytes if account.machine.ms(work.dtype, 0.0, work.bytes) < work.piece.time / 1e3 else 0.0
     return 1e3 * account.machine.ms(dtype or work.dtype, flops, moved * size)
-
-
-def _model(account: Account) -> list[Work]:
-    """The works of the model: without optimizer, data, and numbers that are read."""
-    other = union([*account.marked("Optimizer."), *account.data, *account.reads])
-    apart = set(map(id, inside(account.works, other)))
-    kinds = ("products", "memory-bound ops", "casts")
-    return [each for each in account.works if each.kind in kinds and id(each) not in apart and not each.zeroes]
 
 
 # ---- the host
@@ -98,7 +89,7 @@ def _model(account: Account) -> list[Work]:
 
 def launch_bound(account: Account) -> Iterator[Cause]:
     """HS201: the device waits for the host to launch the next op, or an op costs less than its call."""
-    model = _model(account)
+    model = account.model
     other = union([*account.marked("Optimizer."), *account.reads])
     us = covered(minus(account.host, other))
     if not account.trace.on_gpu:
@@ -151,13 +142,11 @@ def _off(product: Product, dtype: str) -> list[int]:
 
 def misaligned(account: Account) -> Iterator[Cause]:
     """HS202: rows of matrices that do not fill 16 bytes cost more."""
-    found: dict[str, list[Work]] = defaultdict(list)
+    found: dict[str, tuple[Product, list[Work]]] = {}
     for each in _products(account):
         if each.product is not None and _off(each.product, each.dtype):
-            found[each.product.text].append(each)
-    for text, works in found.items():
-        first = works[0].product
-        assert first is not None
+            found.setdefault(each.product.text, (each.product, []))[1].append(each)
+    for text, (first, works) in found.items():
         size = SIZES.get(works[0].dtype, 4)
         off = _off(first, works[0].dtype)[0]
         padded = -(-off // (16 // size)) * (16 // size)
@@ -203,13 +192,11 @@ def no_units(account: Account) -> Iterator[Cause]:
 
 def below_roofline(account: Account) -> Iterator[Cause]:
     """HS217: a product is far below what the device can do, because of its shape."""
-    found: dict[tuple[str, str], list[Work]] = defaultdict(list)
+    found: dict[tuple[str, str], tuple[Product, list[Work]]] = {}
     for each in _products(account):
         if each.product is not None and not _off(each.product, each.dtype) and each.dtype not in account.machine.lacks:
-            found[each.op, each.product.text].append(each)
-    for (op, text), works in found.items():
-        first = works[0].product
-        assert first is not None
+            found.setdefault((each.op, each.product.text), (each.product, []))[1].append(each)
+    for (op, text), (first, works) in found.items():
         if not account.trace.on_gpu and first.text.startswith("depthwise"):
             continue  # no shape helps
         least, time = sum(_least(account, each) for each in _once(works)), _time(works)
@@ -281,10 +268,10 @@ def _changes_layout(work: Work) -> bool:
 
 def islands(account: Account) -> Iterator[Cause]:
     """HS204: ops in float32 between ops of 16 bits, with the casts around them."""
-    wide = [each for each in _model(account) if each.kind == "memory-bound ops" and each.dtype == "float32"]
+    wide = [each for each in account.model if each.kind == "memory-bound ops" and each.dtype == "float32"]
     wide = [each for each in wide if each.piece.time >= _SMALL / 3 and not _changes_layout(each)]
     if (half := account.half) and not _emulated(account) and wide:
-        casts = [each for each in _model(account) if each.kind == "casts"]
+        casts = [each for each in account.model if each.kind == "casts"]
         around = _time(casts) if _time(wide) > _time(casts) / 2 else 0.0
         text = f"ops in float32 take {account.ms(_time(wide)):.3g} ms in a model of {half}"
         text += f", and casts around them {account.ms(around):.3g} ms" if around else ""
@@ -293,8 +280,8 @@ def islands(account: Account) -> Iterator[Cause]:
 
 def casts(account: Account) -> Iterator[Cause]:
     """HS207: casts take a large part of the time."""
-    found = [each for each in _model(account) if each.kind == "casts"]
-    wide = [each for each in _model(account) if each.kind == "memory-bound ops" and each.dtype == "float32"]
+    found = [each for each in account.model if each.kind == "casts"]
+    wide = [each for each in account.model if each.kind == "memory-bound ops" and each.dtype == "float32"]
     if found and not _emulated(account) and _time(wide) <= _time(found) / 2:
         count = len(found) // account.steps
         yield Cause(_time(found), _names(found), f"{count:,} casts take {_time(found) / account.total:.0%} of the time")
@@ -312,13 +299,9 @@ def emulated(account: Account) -> Iterator[Cause]:
 def denormals(account: Account) -> Iterator[Cause]:
     """HS215: numbers below the smallest normal one, which a CPU computes slowly."""
     shares, costs = account.settings.denormal, account.settings.denormal_cost
-    us = 0.0
-    hit = []
-    for each in account.works:
-        call = each.piece.call
-        sizes = [tuple(d) for c in (call.chain() if call else ()) for d in c.dims if isinstance(d, list) and d and
-                 not isinstance(d[0], list)]  # fmt: skip
-        share = max((shares.get(size, 0.0) for size in sizes), default=0.0)
+    us, hit = 0.0, []
+    for each in account.works if shares else ():
+        share = max((shares.get(size, 0.0) for size in each.tensors), default=0.0)
         if share > 0.01:
             cost = costs[0] if each.kind == "products" else costs[1]
             us += each.piece.time * share * (1 - 1 / max(cost, 1.0))
@@ -338,7 +321,7 @@ def optimizer(account: Account) -> Iterator[Cause]:
     if not works or any(each.op.startswith("_fused") for each in works):
         return
     us = _time(works) if account.trace.on_gpu else covered(spans)
-    gradients = sum(each.count for each in account.works if "AccumulateGrad" in _chain(each))
+    gradients = sum(each.count for each in account.works if each.accumulates)
     weights = account.settings.weights or gradients // account.steps
     least = 1e3 * account.machine.ms("float32", 0.0, 28.0 * weights) * account.steps
     count = len(works) // account.steps
@@ -347,14 +330,10 @@ def optimizer(account: Account) -> Iterator[Cause]:
         yield Cause(us - min(least, us * 0.7), _names(works), text, {"ops": count})
 
 
-def _chain(work: Work) -> str:
-    return "" if work.piece.call is None else " ".join(call.name for call in work.piece.call.chain())
-
-
 def zeroed(account: Account) -> Iterator[Cause]:
     """HS210: gradients are set to zero and not freed."""
     works = [each for each in account.works if each.zeroes]
-    added = [each for each in account.works if each.op == "add_" and "AccumulateGrad" in _chain(each)]
+    added = [each for each in account.works if each.op == "add_" and each.accumulates]
     if works:
         text = f"gradients are set to zero, {len(works) // account.steps:,} times, and then added to"
         yield Cause(_time(works) + _time(added), _names(works), text)

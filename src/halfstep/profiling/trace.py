@@ -64,6 +64,7 @@ class Call:
         parent: the call in which it runs.
         mark: True for an annotation.
         made: the dtype that a collective says it sends.
+        like: the first call that equals it, and runs in equal calls, apart from the time; None until calls are nested.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Call:
     mark: bool = False
     concrete: Sequence[str] = ()
     made: str = ""
+    like: Call | None = None
 
     def chain(self) -> Iterator[Call]:
         """Iterate over the call and those in which it runs, from the inside out."""
@@ -217,8 +219,9 @@ def trace_of(events: Sequence[dict[str, Any]], chip: str = "") -> ChromeTrace:
                 launches.setdefault(key, inner)
             if "Synchronize" in each["name"]:
                 trace.waits.append((each["ts"], each["ts"] + each["dur"]))
+    alike: dict[Any, Call] = {}
     for calls in by_thread.values():
-        own = _nest(calls)
+        own = _nest(calls, alike)
         trace.pieces += own if not trace.on_gpu else []
     for each in events if trace.on_gpu else ():
         if each.get("cat") in _DEVICE:
@@ -272,8 +275,11 @@ def _innermost(calls: Sequence[Call], launched: Sequence[dict[str, Any]]) -> lis
     return found
 
 
-def _nest(calls: Sequence[Call]) -> list[Piece]:
-    """Set the parents of the calls of a thread; return the time of each op in which no op inside it runs."""
+def _nest(calls: Sequence[Call], alike: dict[Any, Call]) -> list[Piece]:
+    """Set the parents of the calls of a thread; return the time of each op in which no op inside it runs.
+
+    ``alike`` has the first of the calls that are alike, by the parent's and the objects that ``_call`` shares.
+    """
     pieces: list[Piece] = []
     running: list[Call] = []
     at = 0.0
@@ -290,6 +296,8 @@ def _nest(calls: Sequence[Call]) -> list[Piece]:
             running.pop()
         until(call.start)
         call.parent = running[-1] if running else None
+        shared = map(id, (call.dims, call.dtypes, call.strides, call.concrete))
+        call.like = alike.setdefault((call.parent and call.parent.like, call.name, call.mark, *shared), call)
         running.append(call)
     while running:
         until(running[-1].end)
