@@ -7,8 +7,8 @@ mode on torch's stack, and torch names that are replaced while ops are cast.
   attributes of ``thread``, constants and torch's stack of modes, and nothing else: Dynamo could not guard it.
 - Frames tell if a scope is still open. Torch does not run the second hook of a call that a KeyboardInterrupt ends, so
   ``close_interrupted`` compares ``Scope.frame`` with the frames that are running. Every function that opens or closes a
-  scope sets ``frame`` to ``ENDED`` first and changes the state in an order from which ``close`` can start again,
-  because an interrupt may come between any two lines.
+  scope sets ``frame`` to ``ENDED`` and ``CastMode.frame`` to its own frame first, and changes the state in an order
+  from which ``close`` can start again, because an interrupt may come between any two lines.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ __all__ = [
 _EVAL_FRAME = os.path.join("torch", "_dynamo", "eval_frame.py")
 
 ENDED = (lambda: sys._getframe())()
-"""The frame of a call that has ended. A scope has this frame while ``enter`` opens or ``close`` closes it, so that
-``close_interrupted`` finishes what an interrupt cut short."""
+"""The frame of a call that has ended. A scope has this frame while ``enter`` opens or ``close`` closes it. If ``enter``
+or ``close`` no longer runs, ``close_interrupted`` finishes what an interrupt cut short."""
 
 Wrap = Callable[[Any], Any]
 
@@ -298,11 +298,12 @@ def close(owner: object, *, in_op: bool = False) -> bool:
     A scope remains in ``thread.open``, with the frame ``ENDED``, until everything that it changed is restored. If an
     interrupt cuts this function short, ``close_interrupted`` therefore closes the scope again from the same record.
     """
-    places = [place for place, scope in enumerate(thread.open) if scope.owner is owner]
+    places, outer = [place for place, scope in enumerate(thread.open) if scope.owner is owner], thread.mode.frame
     if not places:
         return False
     for scope in thread.open[places[-1] :]:
-        scope.frame = thread.mode.frame = ENDED
+        scope.frame = ENDED
+    thread.mode.frame = sys._getframe()
     for scope in reversed(thread.open[places[-1] :]):
         if scope.patches is not None:
             scope.patches.release(scope)
@@ -311,14 +312,18 @@ def close(owner: object, *, in_op: bool = False) -> bool:
         if scope is thread.open[0]:
             clear_cache()
         thread.open.pop()
-    thread.mode.frame = next((each.frame for each in reversed(thread.open) if each.frame is not None), None)
+    frame = next((each.frame for each in reversed(thread.open) if each.frame is not None), None)
+    thread.mode.frame = outer if frame is ENDED else frame  # a finalizer's scope, while another one changes
     return True
 
 
 def close_interrupted(*, in_op: bool = False) -> None:
     """Close scopes whose calls ended without their second hook, because of a KeyboardInterrupt or a failed step."""
     # The scope of a `with` block has no frame, and counts as running.
-    while thread.open and thread.open[-1].frame not in (None, *_frames()):
+    while thread.open and (frame := thread.open[-1].frame) is not None:
+        # While `enter` or `close` changes a scope, the garbage collector may run a finalizer whose ops come here.
+        if (thread.mode.frame if frame is ENDED else frame) in tuple(_frames()):
+            break
         close(thread.open[-1].owner, in_op=in_op)
         if not thread.open and thread.mode.session is not None:
             # The interrupted call may have run within an op for which a rule had turned native autocast off.

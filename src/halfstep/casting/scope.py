@@ -118,13 +118,12 @@ def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None,
     elif thread.open or thread.traced:
         close_interrupted()
     # Add the scope to the list before anything changes, so that `close_interrupted` finds it after an interrupt here.
-    scope, outer = Scope(owner, ENDED), thread.mode.frame
+    scope, outer, thread.mode.frame = Scope(owner, ENDED), thread.mode.frame, sys._getframe()
     thread.open.append(scope)
     if explicit or not (thread.explicit or (is_current(casting) and not is_recorded())):
         # Turn off a user's torch.autocast around the scope, except for models that cast nothing themselves.
         mine = [] if casting.keeps_autocast else [d for d in casting.devices if d in NATIVE]
         scope.saved = save(dict.fromkeys((*casting.native, *thread.mode.config.native, *mine)))
-        thread.mode.frame = ENDED
         if casting.enabled:
             scope.patches = autograd_patches
             autograd_patches.hold(scope)

@@ -20,7 +20,7 @@ from ..core.text import counted
 from ..optimizers.release import GradientRelease
 from ..parameters.keeper import MasterKeeper
 from ..parameters.loss_scaler import DeviceLossScaler
-from ..parameters.table import REDUCTIONS, Slot
+from ..parameters.table import REDUCTIONS
 from ..torch_internals.callers import callers_level
 from .diagnosis import ClippedGradients, first_bad_gradient
 from .ranks.ddp_sync import BackwardRecord, RankSync, share_overflow
@@ -243,7 +243,7 @@ class Window:
         if release is not None:
             release.begin(params, scale, guard)
         self._block, self.state = weakref.ref(block), WindowState.OPEN if named else WindowState.REACHED
-        in_place = list if self._in_place else None if alone else self._averaged_next
+        in_place = list if self._in_place else None if alone else self.ranks.averaged_next
         self.keeper.gradients.begin(scale, block, in_place)
         if not alone:
             self.ranks.begin_backward(scale, table.slots)
@@ -469,10 +469,6 @@ class Window:
         self.sync(steps=False)
         norm = self.keeper.gradients.clip(max_norm, norm_type)
         return torch.where(any_overflow(self.records) != 0, -1.0, norm) if self.records else norm
-
-    def _averaged_next(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Return the slots whose gradients the ranks average in place, which excludes slots with fp32 gradients."""
-        return self.ranks.averaged_next([slot for slot in slots if not slot.fp32])
 
     def _find_wrappers(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Find the DDP wrappers around the parameters, and return the parameters that have masters."""

@@ -158,7 +158,7 @@ class _CastPass:
         if not inputs:
             self.label[node] = _precision(node)
             return
-        if name in _CASTS or _asks_for_dtype(node):
+        if name in _CASTS or any(isinstance(each, torch.dtype) for each in (*node.args, node.kwargs.get("dtype"))):
             self.rule[node] = "asked for"
             in_fp32 = _several(node) or _val(node).dtype is torch.float32
             self._set(node, inputs, FLOAT if in_fp32 else HALF, ANY)
@@ -327,7 +327,3 @@ def _in_place(name: str) -> bool:
 def _several(node: fx.Node) -> bool:
     """True for an op with several results, which ``getitem`` nodes separate."""
     return any(user.target is operator.getitem and _floating(user) for user in node.users)
-
-
-def _asks_for_dtype(node: fx.Node) -> bool:
-    return isinstance(node.kwargs.get("dtype"), torch.dtype) or any(isinstance(a, torch.dtype) for a in node.args)

@@ -160,9 +160,9 @@ class RankSync:
         return any(reduction.will_sync for reduction in self.reductions)
 
     def averaged_next(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Return the rows whose gradients the next backward pass averages, so that they must stay in place."""
+        """Return the slots whose gradients the next backward pass averages in place: none with fp32 gradients."""
         syncing = [reduction for reduction in self.reductions if reduction.will_sync]
-        found = [slot for slot in slots if any(reduction.holds(slot.param) for reduction in syncing)]
+        found = [slot for slot in slots if not slot.fp32 and any(each.holds(slot.param) for each in syncing)]
         self._averages_in_place = self._averages_in_place or bool(found)
         return found
 
