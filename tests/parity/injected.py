@@ -58,7 +58,7 @@ class Linear(Layer):
 
 
 class Conv(Layer):
-    ways = ("fused", "order", "rounding")
+    ways = ("fused", "order", "rounding", "accumulation")
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -69,8 +69,12 @@ class Conv(Layer):
         w, b, half = self.weight, self.bias, x.shape[1] // 2
         if self.way == "fused":
             return F.conv2d(x, w, padding=1) + b[:, None, None]
-        if self.way == "order":
+        if self.way == "accumulation" and x.dtype == torch.float32:
+            return F.conv2d(x.double(), w.double(), b.double(), padding=1).float()
+        if self.way == ("order" if x.dtype == torch.float32 else "accumulation"):  # 16-bit parts are rounded
             return F.conv2d(x[:, :half], w[:, :half], b, padding=1) + F.conv2d(x[:, half:], w[:, half:], padding=1)
+        if self.way == "order":
+            return F.conv2d(x.flip(1), w.flip(1), b, padding=1)
         y = F.conv2d(x, w, b, padding=1)
         return rounded(y) if self.way == "rounding" else y
 

@@ -55,6 +55,18 @@ def test_another_way_to_the_same_bits_is_no_difference() -> None:
     assert parity(lambda x: (x * 2).relu(), lambda x: (x + x).clone().relu() + 0 * (x.exp().sum() > 0), x)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("places", [[0], [1], [299_999], [1, 70_001]])
+def test_one_bit_in_a_large_tensor_is_a_difference(places: list[int], dtype: torch.dtype) -> None:
+    x = torch.randn(300_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ones = torch.ones_like(x)
+    ones[places] += torch.finfo(dtype).eps
+    first = parity(lambda x: x * 1.0, lambda x: x * ones, x).first
+    assert first is not None
+    assert round(first.share * len(x)) == len(places)
+    assert parity(lambda x: x * 1.0, lambda x: x * 1.0 + 0.0, x)
+
+
 def mlp() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 4))
@@ -173,6 +185,16 @@ def test_a_row_in_a_batch() -> None:
     assert parity.batch_invariance(nn.Sequential(nn.ReLU(), nn.LayerNorm(16)), X)
     with pytest.raises(HalfstepError, match="1 rows: give a batch of 2"):
         parity.batch_invariance(mlp(), X[:1])
+
+
+def test_a_row_with_its_padding_and_without() -> None:
+    mask = torch.arange(8)[:, None] < torch.tensor([5, 8, 2])[:, None, None]
+    x, alone = torch.randn(3, 8, 16), mask[:1, :5]
+    invariance = parity.batch_invariance
+    assert invariance(lambda x, mask: (x.tanh() * mask).cumsum(1), (x, mask), alone=(x[:1, :5], alone))
+    first = invariance(lambda x, mask: (x.tanh() * mask).mean(1), (x, mask), alone=(x[:1, :5], alone)).first
+    assert first is not None
+    assert (first.op, first.inputs_differed) == ("mean", False)
 
 
 @pytest.mark.exhaustive

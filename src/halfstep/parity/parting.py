@@ -19,11 +19,10 @@ from .recorded import SideRun
 
 __all__ = ["PRODUCTS", "Parting", "is_same", "part"]
 
-_MOST = 600
-"""The number of rows after the parting that are aligned."""
-
-_ANCHOR = 3
-"""The number of aligned ops in a row that end the place at which runs part."""
+_MOST, _ANCHOR, _AHEAD, _SMALL = 600, 3, 8, 1e-2
+"""The number of rows after the parting that are aligned; of aligned ops in a row that end the place at which runs part;
+of
+ops after the parting in which an eps is looked for; and the largest constant that is taken for an eps."""
 
 PRODUCTS = words("addmm addmv baddbmm bmm convolution dot linear mkldnn_linear mm mv")
 """Ops that are products of matrices."""
@@ -35,11 +34,6 @@ _MOVES = words("cat clone constant_pad_nd flip gather index index_select repeat 
 _CASTS = words("_to_copy copy_ detach lift_fresh")
 _ROOTS = words("linalg_vector_norm norm rsqrt sqrt")
 _ADDS = words("add clamp clamp_min maximum")
-_AHEAD = 8
-"""The number of ops after the parting in which an eps is looked for."""
-
-_SMALL = 1e-2
-"""The largest constant that is taken for an eps."""
 
 
 class Parting(NamedTuple):

@@ -90,26 +90,29 @@ def record(side: Callable[..., Any], inputs: Any, *, name: str = "") -> SideRun:
     return run(name or _name(side), side, inputs)
 
 
-def batch_invariance(model: Callable[..., Any], inputs: Any) -> Parity:
+def batch_invariance(model: Callable[..., Any], inputs: Any, *, alone: Any = None) -> Parity:
     """Compare the first row of a batch computed alone with the same row computed in the batch, op by op.
 
     Differences that begin at an op with equal inputs mean that the op chooses its kernel, or the order of its sums, by
-    the size of the batch.
+    the size of the batch, or of its padding.
 
     Args:
         model: a model or function whose inputs and outputs have the batch as their first dimension.
-        inputs: the arguments, as for ``parity``, with two or more rows.
+        inputs: the arguments, as for ``parity``, with two or more rows. The first row may be padded at its end, or be
+            the first of several sequences in a row that are packed.
+        alone: the arguments for the first row alone, if they are not the first row of ``inputs``: without its padding,
+            or without the sequences that are packed behind it.
 
     Raises:
-        ArgumentValueError: for a batch of fewer than two rows.
+        ArgumentValueError: for a batch of fewer than two rows, if ``alone`` is None.
     """
     leaves, tree = tree_flatten(inputs)
     size = next((len(x) for x in leaves if isinstance(x, torch.Tensor) and x.dim()), 0)
-    if size < 2:
+    if size < 2 and alone is None:
         raise ArgumentValueError(f"inputs have {size} rows: give a batch of 2 or more to compare its first row with.")
-    one = [x[:1] if isinstance(x, torch.Tensor) and x.dim() and len(x) == size else x for x in leaves]
-    alone = run("row 0 alone", model, tree_unflatten(one, tree))
-    return _compare([alone, run(f"row 0 of {size}", model, inputs, batch=(size, alone))], None)
+    first = [x[:1] if isinstance(x, torch.Tensor) and x.dim() and len(x) == size else x for x in leaves]
+    one = run("row 0 alone", model, tree_unflatten(first, tree) if alone is None else alone)
+    return _compare([one, run(f"row 0 of {size}", model, inputs, alone=one)], None)
 
 
 parity.__dict__.update(batch_invariance=batch_invariance, record=record)
@@ -156,13 +159,10 @@ def _difference(runs: Sequence[SideRun], found: Parting, reference: str | None, 
     before = sum((row.module, canonical(row.op)) == (rows[at].module, name) for row in rows[:at])
     more = "" if found.more is None else runs[found.more].name
     sizes = float(apart.max()), float((apart > 0).double().mean()), found.kind == "inputs"
-    here, there = (tuple(map(_said, map(run.rows.__getitem__, of))) for run, of in zip(runs, found.rows, strict=True))
+    both = ([run.rows[i] for i in of] for run, of in zip(runs, found.rows, strict=True))
+    here, there = (tuple(f"{row.op}:{dtype_name(row.dtype)}" for row in of) for of in both)
     known = rows[at].module, name, before, found.kind, more
     return Difference(*known, *sizes, nearer, dtype_name(dtype), here, there)
-
-
-def _said(row: LinkedRow) -> str:
-    return f"{row.op}:{dtype_name(row.dtype)}"
 
 
 def _compiled_difference(runs: Sequence[SideRun], compiled: Sequence[bool]) -> Difference | None:
