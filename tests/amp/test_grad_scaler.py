@@ -449,28 +449,6 @@ def test_scheduler_follows_the_step() -> None:
     assert scheduler.last_epoch == 2
 
 
-@pytest.mark.parametrize("keyword", [False, True])
-@pytest.mark.parametrize("overflows", [0, 2])
-@pytest.mark.parametrize("make", [sgd, lambda p: torch.optim.LBFGS([p], lr=0.125, max_iter=1)], ids=["SGD", "LBFGS"])
-def test_closure(make: Callable[[nn.Parameter], Optimizer], overflows: int, keyword: bool) -> None:
-    """It runs again at a lower scale, until it does not overflow."""
-    scaler, param, runs = amp.GradScaler(init_loss_scaling=8.0, decr_every_n_nan_or_inf=1), weight(), []
-    optim = make(param)
-
-    def closure() -> torch.Tensor:
-        optim.zero_grad()
-        runs.append(scaler.get_scale())
-        loss = (param * (math.inf if len(runs) <= overflows else 1.0)).sum()
-        scaler.scale(loss).backward()
-        return loss
-
-    result = scaler.step(optim, closure=closure) if keyword else scaler.step(optim, closure)
-    scaler.update()
-    assert result
-    assert result.returned.item() == 1.0
-    assert (param.item(), runs) == (0.875, [8.0 / 2**i for i in range(overflows + 1)])
-
-
 def test_closure_that_does_not_scale_is_refused() -> None:
     scaler, param = amp.GradScaler(), weight()
 
@@ -482,36 +460,6 @@ def test_closure_that_does_not_scale_is_refused() -> None:
     with pytest.raises(UsageError, match="did not scale its loss"):
         scaler.step(sgd(param), closure)
     assert param.item() == 1.0
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("by", ["torch", "scaler", "scaler after unscale_"])
-def test_clipping(fused: bool, by: str) -> None:
-    scaler, param = amp.GradScaler(), nn.Parameter(torch.ones(2))
-    optim = torch.optim.SGD([param], lr=1.0, fused=fused)
-    scaler.scale((param * torch.tensor([3.0, 4.0])).sum()).backward()
-    if by != "scaler":
-        scaler.unscale_(optim)
-    norm = nn.utils.clip_grad_norm_([param], 1.0) if by == "torch" else scaler.clip_grad_norm_(optim, 1.0)
-    assert norm.item() == 5.0
-    assert scaler.step(optim)
-    assert torch.allclose(param, torch.tensor([0.4, 0.2]))
-
-
-@pytest.mark.parametrize("unscaled", [False, True])
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_clipping_an_overflow_skips(level: str, unscaled: bool) -> None:
-    model, optim = with_optimizer(nn.Linear(2, 2), torch.optim.SGD, lr=1.0)
-    if level == "O2":
-        model, optim = amp.decorate(model, optim, level="O2", dtype="bfloat16")
-    scaler = amp.GradScaler()
-    scaler.scale(model(torch.ones(1, 2, dtype=model.weight.dtype)).sum() * math.inf).backward()
-    if unscaled:
-        scaler.unscale_(optim)
-    assert not math.isfinite(scaler.clip_grad_norm_(optim, 1.0).item())
-    before = model.weight.detach().clone()
-    assert not scaler.step(optim)
-    assert torch.equal(before, model.weight)
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -508,6 +508,8 @@ def test_scale_loss_arguments(level: str) -> None:
         pass
     with pytest.raises(ArgumentTypeError, match="optimizer"), amp.scale_loss(loss, None):
         pass
+    with amp.scale_loss(loss.double(), optim) as scaled:
+        assert scaled.dtype is torch.float64
     scaled_backward(loss, (optim,), loss_id=0, model=model)
     optim.step()
     optim.zero_grad(set_to_none=True)

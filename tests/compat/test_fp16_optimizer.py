@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import pickle
 import types
 from typing import Any
@@ -14,66 +13,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep import HalfstepError, amp
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, LossScaleCollapsed, UsageError
+from halfstep import amp
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.fp16_utils import DynamicLossScaler, FP16_Optimizer, network_to_half
 from tests.support.apex_recording import assert_near, batch, fill, golden, grid, net, optimizer
-from tests.support.fp16_training import (
-    DTYPES,
-    DYNAMIC,
-    OPTIMIZERS,
-    STATIC,
-    Layers,
-    Overflow,
-    by_hand,
-    fp32,
-    loss_of,
-    values,
-    wrapped,
-)
+from tests.support.fp16_training import DTYPES, DYNAMIC, Layers, loss_of, values
 from tests.support.processes import one_rank
 from tests.support.worlds import read_back, with_optimizer
 
 FACTS = golden("apex_fp16_utils")
-
-# ---- ten steps against fp32
-
-# Signal to noise of the change of the weights, in dB, about 8 below what is measured. The formats keep 11 and 8 bits
-# (66 and 48 dB); LBFGS divides differences of gradients by each other, which magnifies their rounding.
-LEAST_DB = {
-    "fp16": {"SGD": 62, "Adam": 60, "LBFGS": 40},
-    "mixed": {"SGD": 48, "Adam": 44, "LBFGS": 30},
-    "bf16": {"SGD": 44, "Adam": 40, "LBFGS": 25},
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("overflow_at", [(), (3,)], ids=["clean", "overflow"])
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("way", ["FP16_Optimizer", "plain", "flat"])
-def test_ten_steps(way: str, dynamic: bool, name: str, dtypes: str, overflow_at: tuple[int, ...]) -> None:
-    overflow = Overflow(overflow_at)
-    if way == "FP16_Optimizer":
-        ours, scale = wrapped(name, dtypes, dynamic, 10, overflow)
-    elif way == "flat" and dtypes == "mixed":
-        with pytest.raises(UsageError, match="one dtype"):
-            by_hand(name, dtypes, dynamic, 10, overflow, flat=True)
-        return
-    else:
-        ours, scale = by_hand(name, dtypes, dynamic, 10, overflow, flat=way == "flat")
-    assert not overflow.left
-    # A closure is run again at the lower scale, so its step is not lost.
-    lost = () if dynamic and name == "LBFGS" else overflow_at
-    reference = fp32(name, 10, lost)
-    start = values(Layers((torch.float32,) * 3).parameters())
-    decibel = 20 * math.log10((reference - start).norm() / (ours - reference).norm())
-    assert decibel > LEAST_DB[dtypes][name]
-    if not dynamic:
-        assert scale == STATIC
-    elif name != "LBFGS":  # window 4: good steps 3, 7 and then one short, or 0 1 2 | 3 | 4 5 6 7 | 8 9
-        assert scale == DYNAMIC["init_scale"] * (1 if overflow_at else 4)
 
 
 # ---- the recorded Apex
@@ -276,7 +224,7 @@ def test_delayed_unscaling_waits_for_whoever_asks_first() -> None:
 
 def test_update_master_grads_without_anything_to_update() -> None:
     optim = make(model := Layers(DTYPES["mixed"]), static_loss_scale=64.0)
-    optim.backward(loss_of(model, 0, "SGD"))
+    optim.backward(loss_of(model, 0))
     before = grads(optim).clone()
     optim.update_master_grads()
     assert torch.equal(grads(optim), before)
@@ -285,9 +233,9 @@ def test_update_master_grads_without_anything_to_update() -> None:
 def test_a_backward_pass_by_hand() -> None:
     by_hand, managed = Layers(DTYPES["mixed"]), Layers(DTYPES["mixed"])
     ours, expected = make(by_hand, static_loss_scale=64.0), make(managed, static_loss_scale=64.0)
-    (loss_of(by_hand, 0, "SGD") * ours.loss_scale).backward()
+    (loss_of(by_hand, 0) * ours.loss_scale).backward()
     ours.update_master_grads()
-    expected.backward(loss_of(managed, 0, "SGD"))
+    expected.backward(loss_of(managed, 0))
     assert torch.equal(grads(ours), grads(expected))
 
 
@@ -326,23 +274,13 @@ def test_scales_that_cannot_be(value: float) -> None:
 @pytest.mark.parametrize("keyword", [{}, {"set_grads_to_None": True}, {"set_to_none": True}, {"set_to_none": False}])
 def test_zero_grad(keyword: dict[str, bool]) -> None:
     optim = make(model := Layers(DTYPES["mixed"]))
-    optim.backward(loss_of(model, 0, "SGD") * float("inf"))
+    optim.backward(loss_of(model, 0) * float("inf"))
     optim.zero_grad(**keyword)
     assert not optim.overflow
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
     assert all((p.grad is None) == any(keyword.values()) for p in model.parameters())
-    optim.backward(loss_of(model, 0, "SGD"))
+    optim.backward(loss_of(model, 0))
     assert grads(optim).isfinite().all()
-
-
-@pytest.mark.parametrize("norm_type", [2, 1.0, float("inf")])
-def test_clip_master_grads(norm_type: float) -> None:
-    optim = make(model := Layers(DTYPES["mixed"]), static_loss_scale=64.0)
-    optim.backward(loss_of(model, 0, "SGD"), update_master_grads=False)
-    before = grads(optim).clone()
-    norm = optim.clip_master_grads(0.01, norm_type)
-    torch.testing.assert_close(norm, torch.linalg.vector_norm(before, norm_type))
-    torch.testing.assert_close(torch.linalg.vector_norm(grads(optim), norm_type), torch.tensor(0.01), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +337,7 @@ def test_retain_graph() -> None:
 
 def test_a_failing_backward_leaves_what_was_there() -> None:
     optim = make(model := Layers(DTYPES["mixed"]), dynamic_loss_scale=True, dynamic_loss_args=DYNAMIC)
-    optim.backward(loss_of(model, 0, "SGD"))
+    optim.backward(loss_of(model, 0))
     before = grads(optim).clone()
     with pytest.raises(RuntimeError, match="does not require grad"):
         optim.backward(torch.tensor(1.0))
@@ -407,39 +345,6 @@ def test_a_failing_backward_leaves_what_was_there() -> None:
         optim.backward(3.0)  # type: ignore[arg-type]
     assert torch.equal(grads(optim), before)
     assert optim.loss_scale == DYNAMIC["init_scale"]
-
-
-def test_half_losses_are_scaled_in_fp32() -> None:
-    optim = make(model := linear(), static_loss_scale=2.0**10)
-    loss = model(torch.ones(1, 3).half()).sum() * 0.01 + 1000  # times the scale it is above 65504
-    assert loss.dtype == torch.float16
-    optim.backward(loss)
-    assert not optim.overflow
-    torch.testing.assert_close(grads(optim), torch.full((8,), 0.01), rtol=1e-3, atol=0)
-
-
-def test_sparse_gradients() -> None:
-    model = nn.Embedding(10, 4, sparse=True).half()
-    optim = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), 16.0, verbose=False)
-    before = model.weight.detach().float()
-    optim.backward(model(torch.tensor([1, 1, 3])).float().sum())
-    optim.step()
-    expected = before.clone()
-    expected[1] -= 2
-    expected[3] -= 1
-    torch.testing.assert_close(model.weight.detach().float(), expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_fused_optimizers_skip_on_the_device(fused: bool) -> None:
-    model = linear()
-    optim = FP16_Optimizer(torch.optim.AdamW(model.parameters(), fused=fused), 8.0, verbose=False)
-    before = values(amp.master_params(optim))
-    optim.backward(loss_on(model) * float("inf"))
-    optim.step()
-    assert torch.equal(values(amp.master_params(optim)), before)
-    once(optim, loss_on(model))
-    assert not torch.equal(values(amp.master_params(optim)), before)
 
 
 # ---- the dynamic scale
@@ -478,19 +383,7 @@ def test_dynamic_args_reach_the_scaler() -> None:
         make(linear(), dynamic_loss_scale=True, dynamic_loss_args={"growth": 2})
 
 
-def test_a_collapsed_scale_names_the_parameter() -> None:
-    optim = make(model := linear(), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0})
-
-    def train() -> None:
-        for _ in range(40):
-            once(optim, loss_on(model) * float("nan"))
-
-    with pytest.raises(LossScaleCollapsed, match=r"parameter 0 of group 0 of SGD"):
-        train()
-    assert optim.loss_scale == 1.0
-
-
-def test_a_closure_that_never_is_finite_comes_to_an_end() -> None:
+def test_a_closure_that_overflows_at_a_static_scale_skips_or_is_refused() -> None:
     calls = []
 
     def run(optim: FP16_Optimizer, model: nn.Module, bad_from: int) -> Any:
@@ -504,16 +397,8 @@ def test_a_closure_that_never_is_finite_comes_to_an_end() -> None:
         calls.clear()
         return optim.step(closure)
 
-    def lbfgs(**args: Any) -> tuple[FP16_Optimizer, nn.Module]:
-        model = linear()
-        return FP16_Optimizer(torch.optim.LBFGS(model.parameters(), max_iter=4), verbose=False, **args), model
-
-    optim, model = lbfgs(dynamic_loss_scale=True)
-    with pytest.raises(HalfstepError, match="overflowed"):
-        run(optim, model, 0)
-    assert len(calls) <= 64
-
-    optim, model = lbfgs(static_loss_scale=8.0)
+    model = linear()
+    optim = FP16_Optimizer(torch.optim.LBFGS(model.parameters(), max_iter=4), 8.0, verbose=False)
     before = values(model.parameters())
     assert run(optim, model, 0) is None
     assert len(calls) == 1
@@ -800,8 +685,8 @@ def test_distributed_data_parallel() -> None:
         for t in range(4):
             for optim, model in ((ours, parallel), (expected, single)):
                 optim.zero_grad()
-                optim.backward(loss_of(model, t, "SGD") * (float("inf") if t == 1 else 1.0))
-                optim.backward(loss_of(model, t + 10, "SGD"))
+                optim.backward(loss_of(model, t) * (float("inf") if t == 1 else 1.0))
+                optim.backward(loss_of(model, t + 10))
                 optim.step()
         assert torch.equal(values(wrapped_model.parameters()), values(single.parameters()))
         assert ours.loss_scale == expected.loss_scale

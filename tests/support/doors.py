@@ -62,6 +62,10 @@ class Door:
     def step(self) -> None:
         self.optimizer.step()
 
+    def run(self, closure: Callable[[], torch.Tensor]) -> Any:
+        """Run a step with a closure, and return its loss."""
+        return self.optimizer.step(closure)
+
     def train(self, loss: Callable[[], torch.Tensor]) -> None:
         """Run a whole step, and clear gradients."""
         self.backward(loss())
@@ -73,8 +77,8 @@ class Door:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i)).to(self.dtype)
         return self.model(x).float().square().mean() * factor
 
-    def clip(self, norm: float) -> torch.Tensor:
-        return nn.utils.clip_grad_norm_(amp.master_params(self.optimizer), norm)
+    def clip(self, norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(amp.master_params(self.optimizer), norm, norm_type)
 
     def scale(self) -> float:
         return self.engine.loss_scale()
@@ -118,8 +122,8 @@ class Explicit(Door):
         spoil()
         self.optimizer.update_master_grads()
 
-    def clip(self, norm: float) -> Any:
-        return self.optimizer.clip_master_grads(norm)
+    def clip(self, norm: float, norm_type: float = 2.0) -> Any:
+        return self.optimizer.clip_master_grads(norm, norm_type)
 
 
 class Scaler(Door):
@@ -142,7 +146,13 @@ class Scaler(Door):
         self.stepped = self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def clip(self, norm: float) -> Any:
+    def run(self, closure: Callable[[], torch.Tensor]) -> Any:
+        self.stepped = self.scaler.step(self.optimizer, closure=closure)
+        self.scaler.update()
+        return self.stepped.returned
+
+    def clip(self, norm: float, norm_type: float = 2.0) -> Any:
+        assert norm_type == 2.0, "a scaler clips by this norm alone"
         return self.scaler.clip_grad_norm_(self.optimizer, norm)
 
     def scale(self) -> float:
