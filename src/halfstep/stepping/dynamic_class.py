@@ -21,6 +21,7 @@ from ..core.names_above import NAMES_ABOVE
 from ..optimizers.base import FusedOptimizer
 from ..parameters.plain import without_masters
 from ..torch_internals.subclasses import Mixin, subclass_with, superclass_of
+from ..torch_internals.torch_compat import DisableTorchFunction
 
 __all__ = ["add_names_of_apex", "base_of", "class_over"]
 
@@ -55,8 +56,9 @@ class _Attached(Mixin):
     @eager
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients and the records of their overflows. They become None or zero as without ``amp``."""
-        super().zero_grad(*([] if set_to_none is None else [set_to_none]))  # type: ignore[misc]
-        self._amp_stash.window.clear()
+        with DisableTorchFunction():  # otherwise modes, such as the casts of O1, see each access of an attribute
+            super().zero_grad(*([] if set_to_none is None else [set_to_none]))  # type: ignore[misc]
+            self._amp_stash.window.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with masters if the other parameters have masters; drop gradients that may be scaled."""

@@ -17,6 +17,7 @@ from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.text import counted
 from ..parameters.loss_scaler import DeviceLossScaler
+from ..torch_internals.torch_compat import DisableTorchFunction
 from .backward import WINDOWS, Window, WindowState, reachable, record_pass
 from .scaling_checks import warn_no_backward
 
@@ -103,21 +104,20 @@ class ScaledBackward:
         try:
             scales = self._found_inf is not None or not self._scaler.neutral
             self._scale = scale = self._scaler.scale(loss.device) if scales else None
-            for window in self._windows:
-                if self._delay and window.release is not None:
-                    window.release.refuse_delay()
-                window.begin(scale, block=self, guard=guard)
-            for window in [] if scale is None or len(WINDOWS) <= len(self._windows) else reachable(self._windows):
-                # `begin` clears the gradients of a skipped step, so that the state after the pass is not DIRTY.
-                self._unnamed[window] = WindowState.IDLE if window.state is WindowState.DIRTY else window.state
-                window.begin(scale, block=self, guard=_refuse_release, named=False)
             wide = loss.float() if loss.dtype in HALF_DTYPES else loss
-            if scale is None:
-                return wide
-            scaled = wide * scale
-            if scaled.requires_grad:
-                for name, tensor in (("loss", loss), ("scaled_loss", scaled)):
-                    self._hooks.append(tensor.register_hook(functools.partial(_note, self._reached, name)))
+            scaled = wide if scale is None else wide * scale
+            with DisableTorchFunction():  # otherwise modes, such as the casts of O1, see each access of an attribute
+                for window in self._windows:
+                    if self._delay and window.release is not None:
+                        window.release.refuse_delay()
+                    window.begin(scale, block=self, guard=guard)
+                for window in [] if scale is None or len(WINDOWS) <= len(self._windows) else reachable(self._windows):
+                    # `begin` clears the gradients of a skipped step, so that the state after the pass is not DIRTY.
+                    self._unnamed[window] = WindowState.IDLE if window.state is WindowState.DIRTY else window.state
+                    window.begin(scale, block=self, guard=_refuse_release, named=False)
+                if scale is not None and scaled.requires_grad:
+                    for name, tensor in (("loss", loss), ("scaled_loss", scaled)):
+                        self._hooks.append(tensor.register_hook(functools.partial(_note, self._reached, name)))
             return scaled
         except BaseException:
             self._abandon()
@@ -129,7 +129,8 @@ class ScaledBackward:
     ) -> None:
         try:
             if kind is None:
-                self._close()
+                with DisableTorchFunction():  # as in `__enter__`
+                    self._close()
             else:
                 self._abandon()
                 if isinstance(error, RuntimeError) and "has changed the type of value" in str(error):
@@ -142,14 +143,12 @@ class ScaledBackward:
             raise
 
     def _close(self) -> None:
-        unscaled_loss = self._reached == {"loss"} and any(window.keeper.gradients.arrived() for window in self._windows)
-        missed = bool(self._hooks) and not self._reached
+        if self._reached == {"loss"} and any(window.keeper.gradients.arrived() for window in self._windows):
+            _refuse_unscaled(self._reached, self._name)
+        if self._hooks and not self._reached:
+            warn_no_backward(self._windows[0], self._name)
         while self._hooks:
             self._hooks.pop().remove()
-        if unscaled_loss:
-            _refuse_unscaled(self._reached, self._name)
-        if missed:
-            warn_no_backward(self._windows[0], self._name)
         for callback in before_unscaling:
             callback()
         found_inf = self._found_inf
