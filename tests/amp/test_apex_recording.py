@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from halfstep import amp
 from halfstep.core.dtypes import dtype_name
 from tests.support.apex_recording import assert_near, batch, branch, flat, golden, grid, net, numbers, optimizer
-from tests.support.worlds import FP16, advance, scaled_backward, start_amp, step_and_clear
+from tests.support.worlds import advance, scaled_backward, step_and_clear
 
 FACTS = golden("apex_amp")
 
@@ -238,37 +238,6 @@ def test_accumulation(key: str) -> None:
     final = right["final_params"] if right else case["final_masters"]
     for (name, _), master in zip(model.named_parameters(), amp.master_params(optim), strict=True):
         assert_near(flat(master), final[name], 1e-2 if right or level == "O3" else 1e-3, name)
-
-
-@pytest.mark.parametrize("key", FACTS["accumulation"]["accumulation_article"])
-def test_the_accumulation_article_in_one_process(key: str) -> None:
-    value, scale, how, window = (part.split("=")[-1] for part in key.split("/"))
-    model = nn.Linear(1, 1)
-    with torch.no_grad():  # rounded, for Apex's masters start from there
-        model.weight.fill_(torch.tensor(0.1121).half())
-        model.bias.fill_(torch.tensor(0.5968).half())
-    model, optim = start_amp(model, torch.optim.SGD, "O2", dtype=FP16, loss_scale=scale, max_loss_scale=1024.0, lr=0.1)
-    model.zero_grad()
-    optim.zero_grad()
-    x = torch.tensor([[float(value)]])
-    for i, row in enumerate(FACTS["accumulation"]["accumulation_article"][key]):
-        loss = model(x).mean()
-        last = (i + 1) % int(window) == 0
-        scaled_backward(loss, optim, delay_unscale=how == "delay" and not last)
-        assert_near([loss.item()], [row["loss"]])
-        waits = how == "delay" and not last  # Apex left these scaled, and not on masters
-        one_gradient = row["model_grad" if waits else "master_grad"]
-        by = float(scale) if waits else 1.0
-        for tensors, recorded in (
-            (list(model.parameters()), row["model"]),
-            (list(amp.master_params(optim)), row["master"]),
-            ([p.grad * by for p in model.parameters()], one_gradient),
-        ):
-            for tensor, values in zip(tensors, recorded, strict=True):
-                assert_near(flat(tensor), values)
-        assert row["steps_now"] == last
-        if last:
-            step_and_clear(optim)
 
 
 @pytest.mark.parametrize("key", FACTS["clip"]["cases"])

@@ -234,3 +234,15 @@ def test_sparse_gradients_add_up_and_skip(name: str, half: torch.dtype) -> None:
         reference.zero_grad()
     assert door.skipped()
     torch.testing.assert_close(masters(door), flat(plain.parameters()), rtol=0.02, atol=0.01)
+
+
+@every_door
+def test_a_scheduler_follows_the_steps_that_were_taken(name: str) -> None:
+    """No warning says that it came before the optimizer, also where the first step is skipped."""
+    door = opened(name)
+    scheduler = torch.optim.lr_scheduler.StepLR(door.optimizer, 1, 0.5)
+    for factor in (math.inf, 1.0, math.inf, 1.0):
+        door.train(functools.partial(door.loss, 0, factor))
+        if not door.skipped():
+            scheduler.step()
+    assert door.optimizer.param_groups[0]["lr"] == 0.025

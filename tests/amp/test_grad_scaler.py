@@ -230,22 +230,6 @@ def test_step_with_no_gradients_counts_as_finite() -> None:
     assert {"scale": scaler.get_scale(), "w": param.item()} == recorded
 
 
-def test_accumulation() -> None:
-    """Paddle AMP guide, section 3.1: step and update once after several passes."""
-    recorded = next(value for name, value in PADDLE.items() if name.startswith("accumulate 3"))
-    scaler, param = amp.GradScaler(init_loss_scaling=8.0, incr_every_n_steps=2), weight()
-    optim, rows = sgd(param), []
-    for micro_step in range(1, 7):
-        backward(scaler, param)
-        if micro_step % 3 == 0:
-            scaled = param.grad.item()
-            scaler.step(optim)
-            scaler.update()
-            optim.zero_grad()
-            rows.append([micro_step, scaled, scaler.get_scale(), param.item()])
-    assert rows == recorded
-
-
 @pytest.mark.parametrize(
     "scope", [{"enable": False, "dtype": "bfloat16"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, None]
 )
@@ -433,20 +417,6 @@ def test_torch_passes_a_device_first(device: Any) -> None:
 def test_scale_refuses(outputs: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="scale needs"):
         amp.GradScaler().scale(outputs)
-
-
-def test_scheduler_follows_the_step() -> None:
-    scaler, param = amp.GradScaler(init_loss_scaling=8.0), weight()
-    optim = sgd(param)
-    scheduler = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
-    for letter in "FIF":
-        backward(scaler, param, letter)
-        if scaler.step(optim):
-            scheduler.step()
-        scaler.update()
-        optim.zero_grad()
-    assert scheduler.get_last_lr() == [0.125 / 4]
-    assert scheduler.last_epoch == 2
 
 
 def test_closure_that_does_not_scale_is_refused() -> None:

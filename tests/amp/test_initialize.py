@@ -645,12 +645,6 @@ def test_memory_of_a_finished_fold_is_freed() -> None:
     assert torch.equal(model.state_dict()["0.weight"], param.detach().float())
 
 
-def test_public_names() -> None:
-    assert isinstance(halfstep.__version__, str)
-    for name in amp.__all__:
-        assert hasattr(amp, name)
-
-
 def test_master_params_of_a_list_are_those_of_its_optimizers_in_order() -> None:
     first, second = start("O2")[1], start("O2")[1]
     plain = fresh()[1]

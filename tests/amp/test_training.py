@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import amp
-from halfstep.parameters.held_masters import master_of
 from tests.support.apex_recording import batch, net
-from tests.support.worlds import HALVES, LEVELS, assert_equal, scaled_backward, step_and_clear, with_optimizer
+from tests.support.worlds import LEVELS, assert_equal, scaled_backward, step_and_clear, with_optimizer
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -48,11 +47,7 @@ def backward(loss: torch.Tensor, optim: Any, **options: Any) -> None:
 
 def train(model: nn.Module, optim: Any, steps: int) -> None:
     for t in range(steps):
-        loss = loss_of(model, t)
-        if hasattr(optim, "_amp_stash"):
-            backward(loss, optim)
-        else:
-            loss.backward()
+        backward(loss_of(model, t), optim)
         step_and_clear(optim)
 
 
@@ -225,64 +220,3 @@ def test_plain_backward_counts(level: str) -> None:
     model.zero_grad()
     optim.step()
     assert torch.equal(before, model[0].weight), "what the model has cleared was used"
-
-
-# ---- checkpoints
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_checkpoint_from_fp32_training_loads_before_initialize(half: torch.dtype) -> None:
-    plain, reference = with_optimizer(net(), torch.optim.Adam, lr=0.01)
-    train(plain, reference, 3)
-    model, optim = with_optimizer(net(), torch.optim.Adam, lr=0.01)
-    model.load_state_dict(plain.state_dict())
-    optim.load_state_dict(reference.state_dict())
-    amp.initialize(model, optim, opt_level="O2", dtype=half, verbosity=0)
-    for p in model.parameters():
-        assert optim.state[p]["exp_avg_sq"].dtype is torch.float32
-    train(model, optim, 2)
-
-
-def test_state_dict_holds_the_masters() -> None:
-    """Apex saved the rounded weights."""
-    model, optim = start("O2")
-    train(model, optim, 3)
-    state = model.state_dict()
-    for (name, _), master in zip(model.named_parameters(), amp.master_params(optim), strict=True):
-        assert torch.equal(state[name], master)
-    assert not torch.equal(state["0.weight"], model[0].weight.float())
-    submodule = model[0].state_dict()
-    assert torch.equal(submodule["weight"], state["0.weight"])
-    other = {name: value + 1 for name, value in state.items()}
-    model.load_state_dict(other)
-    assert torch.equal(master_of(model[0].weight), other["0.weight"])
-    assert torch.equal(model[0].weight, other["0.weight"].bfloat16())
-
-
-def test_load_state_dict_of_a_wrong_shape_changes_no_master() -> None:
-    model, _ = start("O2")
-    before = master_of(model[0].weight).clone()
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict({**model.state_dict(), "0.weight": torch.zeros(2, 2)})
-    assert torch.equal(master_of(model[0].weight), before)
-
-
-# ---- O1 is of the whole process
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_o1_casts_outside_the_model(half: torch.dtype) -> None:
-    model, optim = start("O1", half)
-    x, y, _ = batch(0)
-    out = model(x)
-    assert out.dtype is half
-    assert F.cross_entropy(out, y).dtype is torch.float32
-    assert F.linear(x, torch.ones(2, 3)).dtype is half
-    with amp.disable_casts():
-        assert F.linear(x, torch.ones(2, 3)).dtype is torch.float32
-    assert F.linear(x, torch.ones(2, 3)).dtype is half
-    backward(F.cross_entropy(out, y), optim)
-    optim.step()
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    amp.deactivate()
-    assert F.linear(x, torch.ones(2, 3)).dtype is torch.float32

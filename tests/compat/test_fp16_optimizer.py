@@ -1,4 +1,4 @@
-"""``FP16_Optimizer``: against fp32 training, against the recorded Apex, and each promise of its docstrings."""
+"""``FP16_Optimizer`` against the recorded Apex, and each promise of its docstrings; see also ``amp/test_doors.py``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageErr
 from halfstep.fp16_utils import DynamicLossScaler, FP16_Optimizer, network_to_half
 from tests.support.apex_recording import assert_near, batch, fill, golden, grid, net, optimizer
 from tests.support.fp16_training import DTYPES, DYNAMIC, Layers, loss_of, values
-from tests.support.processes import one_rank
-from tests.support.worlds import read_back, with_optimizer
+from tests.support.worlds import read_back
 
 FACTS = golden("apex_fp16_utils")
 
@@ -194,16 +193,6 @@ def once(optim: FP16_Optimizer, loss: torch.Tensor) -> None:
 
 def grads(optim: FP16_Optimizer) -> torch.Tensor:
     return torch.cat([g.flatten() for group in optim.inspect_master_grad_data() for g in group])
-
-
-def test_gradients_are_set_aside_and_added_in_fp32() -> None:
-    one, both = linear(), linear()
-    first = make(one, static_loss_scale=128.0)
-    first.backward(loss_on(one))
-    second = make(both, static_loss_scale=128.0)
-    second.backward(loss_on(both))
-    second.backward(loss_on(both) * 2)
-    torch.testing.assert_close(grads(second), 3 * grads(first))
 
 
 def test_delayed_unscaling_waits_for_whoever_asks_first() -> None:
@@ -425,35 +414,6 @@ def test_a_closure_may_delay_the_unscaling() -> None:
 # ---- an optimizer like any other
 
 
-SCHEDULERS = {
-    "StepLR": lambda optim: torch.optim.lr_scheduler.StepLR(optim, 2, gamma=0.5),
-    "Cosine": lambda optim: torch.optim.lr_scheduler.CosineAnnealingLR(optim, 6),
-    "OneCycle": lambda optim: torch.optim.lr_scheduler.OneCycleLR(optim, 0.2, total_steps=8),
-    "Lambda": lambda optim: torch.optim.lr_scheduler.LambdaLR(optim, lambda t: 1 / (1 + t)),
-}
-
-
-@pytest.mark.parametrize("where", ["on the wrapper", "on the optimizer, before"])
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name: str, where: str) -> None:
-    def rates(wrap: bool) -> list[float]:
-        model, inner = with_optimizer(linear(), torch.optim.SGD, lr=0.1, momentum=0.9)
-        scheduler = SCHEDULERS[name](inner) if where.endswith("before") else None
-        optim = FP16_Optimizer(inner, 8.0, verbose=False) if wrap else inner
-        scheduler = scheduler or SCHEDULERS[name](optim)
-        found = []
-        for _ in range(5):
-            optim.zero_grad()
-            optim.backward(loss_on(model)) if wrap else loss_on(model).backward()
-            optim.step()
-            scheduler.step()
-            found.append(optim.param_groups[0]["lr"])
-        return found
-
-    assert isinstance(make(linear()), torch.optim.Optimizer)
-    assert rates(True) == rates(False)
-
-
 def test_plateau_and_hooks_and_attributes() -> None:
     optim = make(model := linear(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optim, patience=0, factor=0.1)
@@ -666,27 +626,3 @@ def test_compiled_model() -> None:
         for optim, model in ((ours, fast), (expected, eager)):
             once(optim, loss_on(model, t))
     assert torch.equal(values(compiled.parameters()), values(eager.parameters()))
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
-def test_distributed_data_parallel() -> None:
-    with one_rank():
-        single, wrapped_model = Layers(DTYPES["mixed"]), Layers(DTYPES["mixed"])
-        parallel = nn.parallel.DistributedDataParallel(wrapped_model, gradient_as_bucket_view=True)
-        ours, expected = (
-            FP16_Optimizer(
-                torch.optim.SGD(m.parameters(), lr=0.1),
-                verbose=False,
-                dynamic_loss_scale=True,
-                dynamic_loss_args=DYNAMIC,
-            )
-            for m in (parallel, single)
-        )
-        for t in range(4):
-            for optim, model in ((ours, parallel), (expected, single)):
-                optim.zero_grad()
-                optim.backward(loss_of(model, t) * (float("inf") if t == 1 else 1.0))
-                optim.backward(loss_of(model, t + 10))
-                optim.step()
-        assert torch.equal(values(wrapped_model.parameters()), values(single.parameters()))
-        assert ours.loss_scale == expected.loss_scale

@@ -164,19 +164,6 @@ def fno():
     return model, lambda: F.mse_loss(model(x), x.roll(4, 1))
 
 
-@kind("physics-informed network", steps=25, lr=1e-2)
-def pinn():
-    model = mlp(1, 16, 16, 1, activation=nn.Tanh)
-    t = torch.linspace(0, 1, 16)[:, None].requires_grad_()
-
-    def loss():
-        u = model(t)
-        du = torch.autograd.grad(u, t, torch.ones_like(u), create_graph=True)[0]
-        return (du + u).pow(2).mean() + (model(torch.zeros(1, 1)) - 1).pow(2).mean()
-
-    return model, loss
-
-
 class DeepKernel(nn.Module):
     """A Gaussian process on learned features: cdist, Cholesky, a logarithm of a determinant."""
 

@@ -87,55 +87,6 @@ class Cells(nn.Module):
         return torch.stack(outputs, 1)
 
 
-class EncoderRNN(nn.Module):
-    def __init__(self, hidden_size):
-        super().__init__()
-        self.embedding, self.gru = nn.Embedding(16, hidden_size), nn.GRU(hidden_size, hidden_size, batch_first=True)
-
-    def forward(self, x):
-        return self.gru(self.embedding(x), torch.zeros(1, len(x), self.gru.hidden_size))
-
-
-class BahdanauAttention(nn.Module):
-    def __init__(self, hidden_size):
-        super().__init__()
-        self.Wa, self.Ua, self.Va = (nn.Linear(hidden_size, n) for n in (hidden_size, hidden_size, 1))
-
-    def forward(self, query, keys):
-        scores = self.Va(torch.tanh(self.Wa(query) + self.Ua(keys))).squeeze(2).unsqueeze(1)
-        weights = F.softmax(scores, dim=-1)
-        return torch.bmm(weights, keys), weights
-
-
-class Seq2Seq(nn.Module):
-    """PyTorch's tutorial on translation."""
-
-    def __init__(self, hidden_size=16):
-        super().__init__()
-        self.encoder = EncoderRNN(hidden_size)
-        self.embedding, self.attention = nn.Embedding(16, hidden_size), BahdanauAttention(hidden_size)
-        self.gru, self.out = nn.GRU(2 * hidden_size, hidden_size, batch_first=True), nn.Linear(hidden_size, 16)
-
-    def forward(self, source, target, teacher_forcing):
-        encoded, hidden = self.encoder(source)
-        token = torch.zeros(len(source), 1, dtype=torch.long)
-        outputs = torch.zeros(len(source), target.size(1), 16)
-        for t in range(target.size(1)):
-            context, _ = self.attention(hidden.permute(1, 0, 2), encoded)
-            output, hidden = self.gru(torch.cat((self.embedding(token), context), dim=2), hidden)
-            outputs[:, t : t + 1] = F.log_softmax(self.out(output), dim=-1)
-            token = target[:, t : t + 1] if teacher_forcing else outputs[:, t].topk(1)[1].detach()
-        return outputs
-
-
-@kind("seq2seq with attention", steps=20, lr=2e-2)
-def seq2seq():
-    model = Seq2Seq()
-    source = tokens(8, 4)
-    target = source.flip(1)
-    return model, lambda: F.nll_loss(model(source, target, True).flatten(0, 1), target.flatten())
-
-
 @next_token("Mamba scan", 8, 8, steps=15, lr=3e-2)
 class Mamba(nn.Module):
     """The selective scan of the reference code: fp32 for ``A``, a state that starts with zeros."""

@@ -131,24 +131,6 @@ def glow():
     return model, loss
 
 
-class Autoformer(nn.Module):
-    """Correlation by FFT, and the delays that fit best."""
-
-    def __init__(self, d=8):
-        super().__init__()
-        self.embed, self.qkv, self.out = nn.Linear(1, d), nn.Linear(d, 3 * d), nn.Linear(d, 1)
-
-    def forward(self, x):
-        h = self.embed(x)
-        q, k, v = self.qkv(h).transpose(1, 2).chunk(3, 1)
-        corr = torch.fft.irfft(torch.fft.rfft(q) * torch.conj(torch.fft.rfft(k)), n=x.size(1)).mean(1)
-        weights, delays = corr.topk(3, dim=-1)
-        weights = torch.softmax(weights, dim=-1)
-        index = (torch.arange(x.size(1)) + delays[..., None]) % x.size(1)
-        rolled = torch.stack([v.gather(2, index[:, i, None].expand_as(v)) for i in range(3)], 1)
-        return self.out(h + (rolled * weights[:, :, None, None]).sum(1).transpose(1, 2))
-
-
 class Checkpointed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -244,32 +244,3 @@ def orthogonal():
         parametrizations.orthogonal(nn.Linear(16, 16), orthogonal_map="cayley"),
         nn.Linear(16, 4),
     )
-
-
-class ConvLSTMCell(nn.Module):
-    def __init__(self, channels, hidden):
-        super().__init__()
-        self.hidden = hidden
-        self.conv = nn.Conv2d(channels + hidden, 4 * hidden, 3, padding=1)
-
-    def init_hidden(self, batch_size, size):
-        return (torch.zeros(batch_size, self.hidden, *size), torch.zeros(batch_size, self.hidden, *size))
-
-    def forward(self, x, state):
-        h, c = state
-        i, f, o, g = torch.split(self.conv(torch.cat([x, h], dim=1)), self.hidden, dim=1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        return torch.sigmoid(o) * torch.tanh(c), c
-
-
-class ConvLSTM(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = ConvLSTMCell(1, 8)
-        self.out = nn.Conv2d(8, 1, 1)
-
-    def forward(self, x):
-        state = self.cell.init_hidden(x.size(0), x.shape[-2:])
-        for t in range(x.size(1)):
-            state = self.cell(x[:, t], state)
-        return self.out(state[0])
