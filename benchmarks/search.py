@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=100, help="models of each kind (default 100)")
     parser.add_argument("--first-seed", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--rank", action="store_true", help="compare the scores with each unit alone in 16 bits")
+    parser.add_argument("--width", type=int, default=64, help="of the transformer of --rank (default 64)")
     parser.add_argument("--products", action="store_true", help="score the products of a decoder in NVFP4")
     parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
 
@@ -33,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
     warnings.simplefilter("ignore")
     if args.rank:
-        return rank()
+        return rank(args.width)
     if args.products:
         return products()
     figures = {}
@@ -64,22 +66,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def rank() -> int:
-    """Print the rank correlation of scores and truth, and how often the scores are cheaper, for both dtypes."""
+def rank(width: int) -> int:
+    """Print the rank correlation of scores and truth, and how often the scores are cheaper, for both dtypes.
+
+    Times are CPU times of one thread, as medians of interleaved runs.
+    """
     import torch
     from torch import nn
 
     from halfstep.core.dtypes import dtype_name
-    from halfstep.searching.scores import module_scores
+    from halfstep.searching.scores import scores as scores_of
     from halfstep.searching.trials import Setting, copied
     from halfstep.searching.units import watched
     from tests.searching.planted import Attention, Fault, Head, step
 
     torch.manual_seed(0)
-    parts = [(nn.LayerNorm(64), Attention(64), nn.LayerNorm(64), *_mlp(64)) for _ in range(6)]
-    model = nn.Sequential(nn.Linear(64, 64), *(each for part in parts for each in part), Head(64))
+    torch.set_num_threads(1)
+    parts = [(nn.LayerNorm(width), Attention(width), nn.LayerNorm(width), *_mlp(width)) for _ in range(6)]
+    model = nn.Sequential(nn.Linear(width, width), *(each for part in parts for each in part), Head(width))
     model.insert(20, Fault("variance"))
-    batches = [(torch.randn(16, 32, 64), torch.randint(5, (16,))) for _ in range(8)]
+    batches = [(torch.randn(16, 32, width), torch.randint(5, (16,))) for _ in range(8)]
     units = watched(model, lambda: step(model, batches[0])).modules(model)
     exact = copied(model).double()
     for dtype in (torch.bfloat16, torch.float16):
@@ -93,13 +99,16 @@ def rank() -> int:
                 step(model, batch).backward()
             model.zero_grad()
 
-        begin = time.perf_counter()
-        plain()
-        plain_seconds = time.perf_counter() - begin
-        begin = time.perf_counter()
-        scores = module_scores(model, units, step, batches, setting)
-        score_seconds = time.perf_counter() - begin
-        begin = time.perf_counter()
+        times: list[tuple[float, float]] = []
+        for _ in range(6):
+            begin = time.process_time()
+            plain()
+            between = time.process_time()
+            scores = scores_of(model, units, step, batches, setting)
+            times.append((between - begin, time.process_time() - between))
+        ratio = statistics.median(scored / plain_seconds for plain_seconds, scored in times[1:])  # the first warms up
+        score_seconds = statistics.median(scored for _, scored in times[1:])
+        begin = time.process_time()
         with setting.lowered(copied(model)) as low, torch.no_grad():
             reference = torch.cat([each(batch) for batch in batches])
             truth = {}
@@ -107,13 +116,13 @@ def rank() -> int:
                 with alone(exact.get_submodule(one), low.get_submodule(one), dtype):
                     losses = torch.cat([each(batch) for batch in batches])
                 truth[one] = float((losses - reference).double().square().sum())
-        truth_seconds = time.perf_counter() - begin
+        truth_seconds = time.process_time() - begin
         pair = torch.tensor([[scores[one].forward, truth[one]] for one in units], dtype=torch.float64)
         ranks = pair.argsort(0).argsort(0).double()
         correlation = float(torch.corrcoef(ranks.T)[0, 1])
         print(
             f"{dtype_name(dtype)}, {len(units)} units: rank correlation {correlation:.3f}; a scored step takes "
-            f"{score_seconds / plain_seconds:.2f} plain steps, all units alone {truth_seconds / score_seconds:.1f} "
+            f"{ratio:.2f} plain steps, all units alone {truth_seconds / score_seconds:.1f} "
             "times as long as the scores",
             flush=True,
         )

@@ -157,6 +157,38 @@ def test_ops_are_found(tmp_path: Path) -> None:
     assert search(case, unit="op", level="O1").keep == ()
 
 
+class Gate(nn.Module):
+    """Its gradient s (1 - s) loses half of its digits in float16, its result next to none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 8.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).sigmoid()
+
+
+@pytest.mark.parametrize(("unit", "name", "level"), [("module", "0", "O2"), ("op", "sigmoid", "O1")])
+def test_a_backward_score_is_how_far_gradients_diverge(unit: str, name: str, level: str) -> None:
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(Gate()), [torch.rand(6, 4) * 0.1 + 1.0 for _ in range(4)]
+    options: dict[str, Any] = {"unit": unit, "level": level, "progress": False}
+    found = halfstep.search(model, lambda model, batch: model(batch).sum(), batches, **options).scores[name]
+    expected = 0.0
+    for batch in batches[:2]:  # the half that is scored
+        pair = []
+        for dtype in (torch.float32, torch.float16):
+            gate = Gate().to(dtype)
+            product = batch.to(dtype) * gate.weight if unit == "module" else (batch * gate.weight).to(dtype)
+            product.retain_grad()
+            product.sigmoid().sum().backward()
+            pair.append((product, product.grad) if unit == "op" else (gate.weight, gate.weight.grad))
+        (operand, exact), (_, low) = pair
+        expected += (1e-3 * operand.norm() * (low.float() - exact).norm()).item() ** 2
+    assert found.backward == pytest.approx(expected, rel=1e-3)
+    assert found.backward > 0.0
+
+
 def language() -> tuple[nn.Module, Any, list[Batch]]:
     """A model of the next token that has trained, and whose linear layers lose much of it in NVFP4."""
     torch.manual_seed(0)
@@ -378,7 +410,7 @@ def test_the_command_prints_the_answer(name: str, tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("no_such:f", "no file or module"),
-        (f"{__name__}:Batch3", "names no function"),
+        (f"{__name__}:Batch3", "no name 'Batch3'"),
         (f"{__name__}:nothing", "must return"),
         (f"{__name__}:empty", "0 batches"),
     ],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
 import shlex
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,18 +10,11 @@ import click
 __all__ = ["command"]
 
 
-def _load(text: str) -> Any:
-    """Return what a side names: ``file.py:name``, run with the seed 0, or the path of a saved run."""
-    import torch
+def _side(text: str) -> Any:
+    """Return what a side names, or the path of a saved run."""
+    from ..diagnostics.named import named
 
-    path, _, name = text.rpartition(":")
-    if not path:
-        return text
-    torch.manual_seed(0)
-    found = runpy.run_path(path) if Path(path).is_file() else {}
-    if name not in found:
-        raise click.BadParameter(f"{text!r}: there is no file {path} with a name {name!r} at its top level.")
-    return found[name]
+    return named(text) if text.rpartition(":")[0] else text
 
 
 @click.command()
@@ -41,8 +32,8 @@ def command(a: str, b: str, inputs: str, html: str | None) -> None:
     from .two_sides import parity
 
     try:
-        given = _load(f"{a.rpartition(':')[0]}:{inputs}") if ":" in a else None
-        found = parity(_load(a), _load(b), given)
+        given = _side(f"{a.rpartition(':')[0]}:{inputs}") if ":" in a else None
+        found = parity(_side(a), _side(b), given)
     except HalfstepError as error:
         raise click.ClickException(str(error)) from None
     click.echo(str(found))

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import runpy
 import shlex
-import sys
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import click
 
 __all__ = ["command"]
-
-
-def _load(text: str) -> Any:
-    """Return the function that ``module:function`` names; the module may also be the path of a file."""
-    import torch
-
-    module, _, name = text.rpartition(":")
-    torch.manual_seed(0)
-    if Path(module).is_file():
-        found = runpy.run_path(module).get(name)
-    else:
-        sys.path.insert(0, "")
-        try:
-            found = getattr(import_module(module), name, None) if module else None
-        except ModuleNotFoundError as error:
-            raise click.BadParameter(f"{text!r}: there is no file or module {module!r} ({error}).") from None
-    if not callable(found):
-        raise click.BadParameter(f"{text!r} names no function; it must be MODULE:FUNCTION or FILE.PY:FUNCTION.")
-    return found
 
 
 @click.command()
@@ -49,12 +26,16 @@ def command(source: str, budget: int | None, report: str | None, save: str | Non
     batches. Exits with 1 if there is no answer.
     """
     from ..core.errors import HalfstepError
+    from ..diagnostics.named import named
     from .search import search
 
     def say(stage: str, runs: int, known: str) -> None:
         click.echo(f"search: {stage}, {runs} guarded runs, {known}", err=True)
 
-    given = _load(source)()
+    function = named(source)
+    if not callable(function):
+        raise click.BadParameter(f"{source!r} names no function; it must be MODULE:FUNCTION or FILE.PY:FUNCTION.")
+    given = function()
     if not isinstance(given, tuple) or len(given) != 3:
         raise click.ClickException(f"{source} must return (model, step, batches), not {type(given).__name__}.")
     try:

@@ -1,17 +1,18 @@
 """The scores of units: how much the rounding of each changes the loss, from one pass in fp32 with a low twin beside it.
 
-Each unit also runs in 16 bits, on the inputs that it has in fp32. Its score is the sum over samples of (sum of g dY)^2,
-with g the gradient of its output and dY the difference of its outputs: the change of the loss to first order. The sum
-inside keeps the signs, because the rounding of a weight is the same error at every place. The backward pass of the
-twin gives a second number: how far the gradients of its weights diverge, as the change of the loss that a step would
-make with them that moves the weights by a thousandth.
+Each unit also runs in 16 bits, on the inputs that it has in fp32. The forward score is the sum over samples of
+(sum of g dY)^2, with g the gradient of its output and dY the difference of its outputs: the change of the loss to first
+order. The sum inside keeps the signs, because the rounding of a weight is the same error at every place. The backward
+pass of the twin gives a second score: how far its gradients diverge, as the square of the change of the loss if the
+weights move by a thousandth along the error of their gradients. An op has no weights, so its inputs take their place.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,14 +30,17 @@ from ..formats.recipe import PRODUCTS, Recipe
 from ..torch_internals.torch_compat import tree_flatten
 from .trials import Setting, copied
 
-__all__ = ["Score", "module_scores", "op_scores", "product_scores"]
+__all__ = ["Score", "scores"]
+
+_Watch = tuple[AbstractContextManager[Any], Callable[[], None]]
+"""A context for the forward pass of a batch, and a function to call after the backward pass."""
 
 _STEP = 1e-3
 """The size of an update, as a share of the weights."""
 
 _TOP = 1.0
-"""The size to which the largest gradient of a unit is scaled in its 16-bit backward pass, as a loss scale does. Sums
-over a batch have room above it."""
+"""The size to which the largest gradient of a unit is scaled in its float16 backward pass, as a loss scale does. Sums
+over a batch, and the gradients of further batches, have room above it."""
 
 
 class Score(NamedTuple):
@@ -62,6 +66,7 @@ class _Sums:
     def __init__(self, units: Iterable[str]) -> None:
         self.forward: dict[str, Any] = dict.fromkeys(units, 0.0)
         self.backward: dict[str, Any] = dict.fromkeys(self.forward, 0.0)
+        self.scales: dict[str, float] = {}
 
     def scores(self) -> dict[str, Score]:
         """The sums as numbers; inf for what is not finite."""
@@ -71,17 +76,36 @@ class _Sums:
         """Add to the score of a unit once the gradients of its outputs are there."""
         pairs = zip(_floating(real), _floating(low), strict=False)
         for place, (one, other) in enumerate(pairs):
-            error = other.detach().float() - one.detach()
+            error = other.detach().to(torch.float32, copy=True).sub_(one.detach())
             if not one.requires_grad:
                 continue
 
             def add(grad: torch.Tensor, place: int = place, error: torch.Tensor = error) -> None:
-                changes = torch.atleast_1d(grad * error).double().unsqueeze(-1).flatten(1).sum(1)  # a row is a sample
-                self.forward[name] = self.forward[name] + changes.square().sum()
+                changes = torch.atleast_1d(error.mul_(grad)).unsqueeze(-1).flatten(1).sum(1)  # a row is a sample
+                changes = changes.double()
+                self.forward[name] = self.forward[name] + changes.dot(changes)
                 if then is not None:
                     then(place, grad)
 
             one.register_hook(add)
+
+    def gradients(
+        self, name: str, result: torch.Tensor, inputs: Sequence[torch.Tensor], grad: torch.Tensor, dtype: torch.dtype
+    ) -> list[torch.Tensor | None]:
+        """The gradients of the inputs of a 16-bit unit; float16 has a loss scale, from the unit's first gradient."""
+        scale = 1.0 if dtype is torch.bfloat16 else self.scales.get(name, 0.0)
+        if not scale:
+            top = float(grad.abs().amax())
+            scale = 1.0
+            if 0.0 < top < math.inf:
+                scale = self.scales[name] = 2.0 ** math.floor(math.log2(_TOP / top))
+        root = (grad if scale == 1.0 else grad * scale).to(result.dtype)
+        made = torch.autograd.grad(result, inputs, root, retain_graph=True, allow_unused=True)
+        return [each if each is None or scale == 1.0 else each.float().div_(scale) for each in made]
+
+    def diverged(self, name: str, size: torch.Tensor, low: torch.Tensor, real: torch.Tensor) -> None:
+        """Add the error of a gradient to the backward score of a unit, with the norm of what has the gradient."""
+        self.backward[name] = self.backward[name] + (_STEP * size * (real - low).norm()).double().square()
 
 
 def _floating(value: Any) -> list[torch.Tensor]:
@@ -91,12 +115,18 @@ def _floating(value: Any) -> list[torch.Tensor]:
 class _Twins:
     """The units of a model in 16 bits, which run beside the units in fp32."""
 
-    def __init__(self, model: nn.Module, twin: nn.Module, units: Sequence[str], dtype: torch.dtype) -> None:
-        self.dtype, self.sums = dtype, _Sums(units)
-        self.real = {name: model.get_submodule(name) for name in units}
+    def __init__(self, model: nn.Module, twin: nn.Module, sums: _Sums, dtype: torch.dtype) -> None:
+        self.dtype, self.sums = dtype, sums
+        self.real = {name: model.get_submodule(name) for name in sums.forward}
         self.scope: Any = hooks_of(twin).casting
-        self.low = {name: twin.get_submodule(name) for name in units}
+        self.low = {name: twin.get_submodule(name) for name in self.real}
         self.open: list[Any] = []
+        self.found: dict[torch.Tensor, torch.Tensor] = {}  # the gradients of 16-bit weights
+        self.pairs = [
+            (name, real, low, real.detach().norm())
+            for name in self.real
+            for real, low in zip(self.real[name].parameters(), self.low[name].parameters(), strict=True)
+        ]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -110,29 +140,26 @@ class _Twins:
     def _before(self, name: str) -> Callable[..., None]:
         def run(module: nn.Module, args: Any, kwargs: Any) -> None:
             """Before the unit: it may write to its inputs, and its random numbers come first."""
-            args, kwargs = cast_tree(_detached((args, kwargs)), self.dtype)
+            args, kwargs = _rounded((args, kwargs), self.dtype)
             with same_random_numbers(module), torch.enable_grad(), self.scope:
                 self.open.append(self.low[name](*args, **kwargs))
 
         return run
 
     def _after(self, name: str) -> Callable[..., None]:
+        weights = [p for p in self.low[name].parameters() if p.requires_grad]
+
         def compare(module: nn.Module, args: Any, output: Any) -> None:
             low = self.open.pop()
             results = _floating(low)
-            weights = [p for p in self.low[name].parameters() if p.requires_grad]
 
             def back(place: int, grad: torch.Tensor) -> None:
-                result = results[place]
-                if weights and result.requires_grad:
-                    top = float(grad.abs().amax())
-                    scale = 2.0 ** math.floor(math.log2(_TOP / top)) if 0.0 < top < math.inf else 1.0
-                    root = (grad * scale).to(result.dtype)
-                    made = torch.autograd.grad(result, weights, root, retain_graph=True, allow_unused=True)
+                if weights and results[place].requires_grad:
+                    made = self.sums.gradients(name, results[place], weights, grad, self.dtype)
                     for weight, found in zip(weights, made, strict=True):
                         if found is not None:
-                            found = found.float() / scale
-                            weight.__dict__["found"] = weight.__dict__.get("found", 0.0) + found
+                            more = self.found.get(weight)
+                            self.found[weight] = found if more is None else found.float() + more
 
             self.sums.watch(name, output, low, back)
 
@@ -140,54 +167,43 @@ class _Twins:
 
     def end_batch(self) -> None:
         """Compare the gradients of weights, which are complete now, and forget them."""
-        for name, module in self.real.items():
-            for real, low in zip(module.parameters(), self.low[name].parameters(), strict=True):
-                found = low.__dict__.pop("found", None)
-                if found is not None and real.grad is not None:
-                    size = real.detach().norm() * (found - real.grad).norm()
-                    self.sums.backward[name] = self.sums.backward[name] + (_STEP * size).double().square()
-                real.grad = None
+        for name, real, low, size in self.pairs:
+            found = self.found.pop(low, None)
+            if found is not None and real.grad is not None:
+                self.sums.diverged(name, size, found, real.grad)
 
 
-def _detached(value: Any) -> Any:
-    """The same with copies of its fp32 tensors, which the unit may write to."""
-    return cast_tree(value, torch.float64, lambda *each: each[-1].detach().clone())
+def _rounded(value: Any, dtype: torch.dtype, needs: bool = False) -> Any:
+    """The same with copies of its floating tensors in 16 bits, which the unit may write to.
+
+    Args:
+        value: the arguments of a unit.
+        dtype: the 16-bit dtype.
+        needs: True if a copy needs a gradient where the tensor does.
+    """
+    return cast_tree(
+        value, dtype, lambda *each: each[-1].detach().to(dtype).requires_grad_(needs and each[-1].requires_grad)
+    )
 
 
-def module_scores(
-    model: nn.Module,
-    units: Sequence[str],
-    step: Callable[[nn.Module, Any], Any],
-    batches: Sequence[Any],
-    setting: Setting,
-) -> dict[str, Score]:
-    """Score modules, as sums over batches."""
-    model = copied(model)
+@contextmanager
+def _beside_modules(model: nn.Module, sums: _Sums, setting: Setting) -> Iterator[_Watch]:
+    """Run modules also in 16 bits."""
     with setting.lowered(copied(model)) as twin:
-        twins = _Twins(model, twin, units, setting.dtype)
-        with NO_CASTING, twins.attached():
-            for batch in batches:
-                step(model, batch).backward()
-                twins.end_batch()
-                model.zero_grad()
-    return twins.sums.scores()
+        twins = _Twins(model, twin, sums, setting.dtype)
+        with twins.attached():
+            yield nullcontext(), twins.end_batch
 
 
-def product_scores(
-    model: nn.Module,
-    units: Sequence[str],
-    step: Callable[[nn.Module, Any], Any],
-    batches: Sequence[Any],
-    setting: Setting,
-) -> dict[str, Score]:
-    """Score the products of linear layers with rounded operands, as sums over batches.
+@contextmanager
+def _beside_products(model: nn.Module, sums: _Sums, setting: Setting) -> Iterator[_Watch]:
+    """Compute products of linear layers also with rounded operands.
 
     The backward score of a gradient is the change of the loss to first order if the input, or the weight, moves by a
     thousandth along its error.
     """
-    model, layers = copied(model), setting.products or {}
+    layers = setting.products or {}
     names = {name: [f"{name}.{which}" if setting.passes else name for which in PRODUCTS] for name in layers}
-    sums = _Sums(unit for each in names.values() for unit in each)
 
     def beside(name: str, recipe: Recipe) -> Callable[..., None]:
         def run(module: Any, args: Any, output: torch.Tensor) -> None:
@@ -200,22 +216,21 @@ def product_scores(
                 pairs = [torch.autograd.grad(each, (x, weight), grad) for each in (low, exact)]
                 for unit, operand, one, other in zip(names[name][1:], (x, weight), *pairs, strict=True):
                     if operand is weight or args[0].requires_grad:
-                        size = operand.detach().norm() * (one - other).norm()
-                        sums.backward[unit] = sums.backward[unit] + (_STEP * size).double().square()
+                        sums.diverged(unit, operand.detach().norm(), one, other)
 
             sums.watch(names[name][0], output, low, back)
 
         return run
 
-    with ExitStack() as stack, NO_CASTING:
+    with ExitStack() as stack:
         for name, text in layers.items():
             hook = model.get_submodule(name).register_forward_hook(beside(name, Recipe.parse(text)))
             stack.callback(hook.remove)
-        for batch in batches:
-            step(model, batch).backward()
-            model.zero_grad()
-    found = sums.scores()
-    return {unit: found[unit] for unit in units}
+        yield nullcontext(), lambda: None
+
+
+def _view(value: torch.Tensor) -> torch.Tensor:
+    return value.view_as(value) if value.requires_grad else value
 
 
 class _OpTwins(TorchFunctionMode):
@@ -230,33 +245,63 @@ class _OpTwins(TorchFunctionMode):
         spelling = spellings().get(func)
         if spelling is None or spelling[1] or spelling[0] not in self.sums.forward:
             return func(*args, **kwargs)
-        low = None
+        given, low = _rounded((args, kwargs), self.dtype, needs=True), None
         device = next((each.device for each in _floating((args, kwargs))), torch.device("cpu"))
         probe = nn.Module()
         probe.register_parameter("at", nn.Parameter(torch.empty(0, device=device)))
-        with same_random_numbers(probe), torch.no_grad():
-            try:
-                low = func(*cast_tree(tuple(args), self.dtype), **cast_tree(kwargs, self.dtype))
-            except RuntimeError:  # no 16-bit kernel: casting computes it in fp32
-                low = None
+        with same_random_numbers(probe), suppress(RuntimeError):  # no 16-bit kernel: casting computes it in fp32
+            low = func(*given[0], **given[1])
+        if low is None:
+            return func(*args, **kwargs)
+        # An op gets views of its inputs: the gradient of a view is the op's own part.
+        args, kwargs = cast_tree((args, kwargs), self.dtype, lambda *each: _view(each[-1]))
         result = func(*args, **kwargs)
-        if low is not None:
-            self.sums.watch(spelling[0], result, low)
+        self._watch(spelling[0], (args, kwargs), result, given, low)
         return result
 
+    def _watch(self, name: str, inputs: Any, result: Any, low_inputs: Any, low: Any) -> None:
+        """Compare the results, and in the backward pass the gradients of the inputs."""
+        results = _floating(low)
+        pairs = [each for each in zip(_floating(inputs), _floating(low_inputs), strict=True) if each[1].requires_grad]
+        found: list[torch.Tensor | None] = [None] * len(pairs)
 
-def op_scores(
+        def back(place: int, grad: torch.Tensor) -> None:
+            if results[place].requires_grad:
+                made = self.sums.gradients(name, results[place], [each for _, each in pairs], grad, self.dtype)
+                found[:] = [b if a is None else a if b is None else a + b for a, b in zip(found, made, strict=True)]
+
+        def compare(grad: torch.Tensor, place: int, size: torch.Tensor) -> None:
+            if (one := found[place]) is not None:
+                self.sums.diverged(name, size, one, grad)
+
+        for place, (one, _) in enumerate(pairs):
+            if one.requires_grad:
+                one.register_hook(partial(compare, place=place, size=one.detach().norm()))
+        self.sums.watch(name, result, low, back)
+
+
+@contextmanager
+def _beside_ops(model: nn.Module, sums: _Sums, setting: Setting) -> Iterator[_Watch]:
+    """Run ops also in 16 bits."""
+    yield _OpTwins(sums, setting.dtype), lambda: None
+
+
+def scores(
     model: nn.Module,
     units: Sequence[str],
     step: Callable[[nn.Module, Any], Any],
     batches: Sequence[Any],
     setting: Setting,
 ) -> dict[str, Score]:
-    """Score ops by their forward passes, as sums over batches."""
+    """Score the units of a search, as sums over batches."""
     model, sums = copied(model), _Sums(units)
-    with NO_CASTING:
+    kind = _beside_ops if setting.unit == "op" else _beside_modules if setting.products is None else _beside_products
+    with kind(model, sums, setting) as (forward, end_batch), NO_CASTING:
         for batch in batches:
-            with _OpTwins(sums, setting.dtype):
+            with forward:
                 loss = step(model, batch)
             loss.backward()
-    return sums.scores()
+            end_batch()
+            model.zero_grad()
+    found = sums.scores()
+    return {name: found[name] for name in units}

@@ -24,7 +24,7 @@ from ..formats.recipe import Recipe
 from .finder import CannotError, Finder
 from .guard import Guard
 from .result import SearchResult
-from .scores import module_scores, op_scores, product_scores
+from .scores import scores
 from .trials import Setting, Trials, copied
 from .units import Seen, chosen, watched
 
@@ -110,11 +110,9 @@ def search(
     say = _log if progress is True else progress if callable(progress) else _silent
     with same_random_numbers(model):
         seen, flops = _watch(model, step, halves[0][0])
-        units, score = seen.modules(model), module_scores
+        units = seen.ops() if unit == "op" else seen.modules(model)
         if products is not None:
-            units, score, flops = setting.units(), product_scores, _of_units(setting, flops)
-        elif unit == "op":
-            units, score = seen.ops(), op_scores
+            units, flops = setting.units(), _of_units(setting, flops)
         limit = _RANGE[setting.dtype] if products is None else math.inf
         beyond = seen.beyond(limit, terms=limit)
         finder = Finder(
@@ -123,7 +121,7 @@ def search(
             batches=halves,
             units=units,
             always=chosen(units, keep or ()),
-            score=lambda: score(model, units, step, halves[0], setting),
+            score=lambda: scores(model, units, step, halves[0], setting),
             early={name for name in units if any(f"{each}.".startswith(f"{name}.") for each in beyond)},
             budget=budget,
             checkpoint=checkpoint,
