@@ -48,13 +48,14 @@ def imported_by(module: str, text: str, *, is_package: bool) -> Iterator[str]:
 def named_by(call: ast.Call, module: str, package: list[str]) -> Iterator[str]:
     """The module of halfstep that a call of ``import_module`` names, or the package that what it looks up is in.
 
-    Only rooms that users call may compute the whole of a name: they are handed names of other people's modules.
+    Only rooms that users call may compute the whole of a name: they are handed names of other people's modules, as
+    ``diagnostics.named`` is by command lines.
     """
     parts = call.args[0].values if isinstance(call.args[0], ast.JoinedStr) else [call.args[0]]
     known = parts[0].value if isinstance(parts[0], ast.Constant) else ""
     assert isinstance(known, str)
     if not known:
-        computes = ("halfstep", "cli", "compat", "searching")
+        computes = ("halfstep", "cli", "compat", "diagnostics")
         assert room_of(module) in computes, f"{module}: {ast.unparse(call)} may import anything"
     elif (name := known.lstrip(".")) != known or known.startswith("halfstep."):
         above = package[: len(package) + 1 - (len(known) - len(name))] if name != known else []
