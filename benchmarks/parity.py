@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import nn
 
 from halfstep import HalfstepError
@@ -74,6 +75,7 @@ def _row(model: Any, loss: Callable[[], Any]) -> list[str]:
             return (model, loss)[1]()  # a model that a function names is as before after each run
 
     torch.compiler.reset()
+    torch._inductor.config.fallback_random = True  # compiled code draws the random numbers of eager code
     try:
         first = parity(side, torch.compile(side), ()).first
     except (HalfstepError, RuntimeError) as error:

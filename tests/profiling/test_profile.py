@@ -16,7 +16,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 import halfstep
+from benchmarks.profiling import FIXES
 from halfstep import amp
+from halfstep.diagnostics.findings import Finding
 from halfstep.profiling import Profile
 from halfstep.profiling.accounts import Account, RunSettings
 from halfstep.profiling.machine import CHIPS
@@ -51,16 +53,15 @@ def golden(name: str) -> Profile:
     return Profile.from_trace(GOLDEN / f"{name}.json.gz")
 
 
-def causes(script: Slow) -> list[str]:
+def findings(script: Slow) -> list[Finding]:
     torch.set_num_threads(1)
     amp.deactivate()
     names: Any = script.run()
     try:
-        found = halfstep.profile(names["step"], model=names["model"], optimizer=names["optimizer"]).findings
+        return halfstep.profile(names["step"], model=names["model"], optimizer=names["optimizer"]).findings
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return [each.code for each in found] or ["nothing"]
 
 
 # ---- causes
@@ -68,7 +69,22 @@ def causes(script: Slow) -> list[str]:
 
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if s.name.startswith(QUICK)], ids=lambda script: script.name)
 def test_the_cause_of_a_slow_script_is_found(script: Slow) -> None:
-    assert script.cause in causes(script)
+    assert script.cause in [each.code for each in findings(script)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FIXES)
+def test_the_fix_of_a_cause_takes_its_finding_away(name: str) -> None:
+    script = next(each for each in SCRIPTS if each.name == name)
+    text = script.text
+    for old, new in FIXES[name]:
+        assert old in text
+        text = text.replace(old, new)
+    before, after = (
+        [f for f in findings(each) if f.code == script.cause] for each in (script, script._replace(text=text))
+    )
+    assert all(each.fix for each in before)
+    assert sum(each.evidence["ms"] for each in after) < sum(each.evidence["ms"] for each in before) / 2
 
 
 def test_the_causes_of_recorded_slow_scripts_are_first() -> None:
@@ -158,6 +174,25 @@ def test_the_batch_of_a_weight_gradient_lies_side_by_side_in_no_matrix() -> None
     assert known.product is not None
     assert known.product.aligned == (1024,)
     assert known.bytes == 2 * (2 * 4 * 1024 + 1024 * 1024)  # what it writes is larger than what it reads
+
+
+CONV = ["", "", "", "[2, 2]", "[0, 0]", "[1, 1]", "False"]
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "inner_args", "args", "dims"),
+    [
+        ("convolution", "mkldnn_convolution", ["", "", "", "[0, 0]", "[2, 2]"], CONV, []),
+        ("convolution_backward", "convolution_backward", ["", *CONV], ["", *CONV], [[4, 16, 5, 5]]),
+        ("convolution_backward", "convolution_backward", ["", "", "", "[0]", *CONV[3:]], ["", *CONV], [[4, 16, 5, 5]]),
+    ],
+)
+def test_the_stride_of_a_convolution(name: str, inner: str, inner_args: Any, args: Any, dims: Any) -> None:
+    more = {"Input Dims": [*dims, [4, 8, 10, 10], [16, 8, 1, 1]], "Input type": ["float"] * (2 + len(dims))}
+    outer = event(f"aten::{name}", 0.9, 2, "cpu_op", 1, **more, **{"Concrete Inputs": args})
+    known = account([outer], launched(f"aten::{inner}", 1, 10, 50, **more, **{"Concrete Inputs": inner_args})).works[0]
+    assert known.product is not None
+    assert known.product.m == 4 * 5 * 5
 
 
 def account(*events: list[dict[str, Any]], **settings: Any) -> Account:

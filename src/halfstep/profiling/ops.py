@@ -38,6 +38,7 @@ _PRODUCTS = {
     *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm", "_int_mm", "mkldnn_linear"),
     *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_grouped_mm"),
 }
+_WITH_STRIDE = ("convolution", "_convolution", "convolution_backward")  # others begin with their padding
 _WITH = ("convolution", "attention", "_linear_", "lstm", "gru", "_moe", "rnn_layer")
 
 
@@ -252,10 +253,12 @@ def _convolution(call: Call, shapes: list[Any]) -> Product | None:
     x, weight = (images[1], images[2]) if "backward" in name and len(images) > 2 else (*images, None, None)[:2]
     if x is None or weight is None or len(x) != len(weight):
         return None
-    turned = len(call.concrete) > 6 and call.concrete[6] == "True"
+    args = next((c for c in call.chain() if _short(c.name) in _WITH_STRIDE), call).concrete["backward" in name :][3:]
+    turned = args[3:4] == ["True"]
     window = weight[2:]
     groups = max(1, x[1] // (weight[0] if turned else weight[1]))
-    stride = [int(part) for part in call.concrete[3].strip("()[]").split(",")] if _strided(call) else [1]
+    told = "".join(args[:1]).strip("()[]").replace(" ", "")
+    stride = [int(part) or 1 for part in told.split(",")] if told.replace(",", "").isdigit() else [1]
     stride = stride * len(window) if len(stride) == 1 else stride
     spots = math.prod(x[2:]) if turned else math.prod(-(-size // by) for size, by in zip(x[2:], stride, strict=False))
     into, out = weight[1], weight[0] // groups
@@ -263,10 +266,5 @@ def _convolution(call: Call, shapes: list[Any]) -> Product | None:
     made = weight[1] * groups if turned else weight[0]
     text += f"{'x'.join(map(str, window))} convolution of {x[1]} channels to {made}"
     m, k = x[0] * spots, into * math.prod(window)
-    passes = 2 if "backward" in name else 1
     aligned = () if groups > 1 and into == 1 else (into, out)
-    return Product(groups * passes, m, out, k, "convolution", text, aligned)
-
-
-def _strided(call: Call) -> bool:
-    return len(call.concrete) > 3 and call.concrete[3].strip("()[]").replace(",", "").replace(" ", "").isdigit()
+    return Product(groups * (1 + ("backward" in name)), m, out, k, "convolution", text, aligned)
