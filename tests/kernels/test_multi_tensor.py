@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.kernels import backend, multi_tensor
-from halfstep.kernels.multi_tensor import TensorGroups, TensorGroupsCache
+from halfstep.kernels.multi_tensor import TensorGroups
+from halfstep.parameters.unscale import Unscaler
 from tests.support.worlds import BF16, FP16, FP32, FP64
 
 DTYPES = [FP16, BF16, FP32, FP64]
@@ -397,7 +398,7 @@ def test_columns_of_unequal_length() -> None:
 
 
 def test_the_cache_returns_the_same_groups_while_the_owners_are_the_same() -> None:
-    cache = TensorGroupsCache()
+    cache = Unscaler()
     owners = [torch.ones(1), torch.ones(1)]
     groups = cache.get("slot", owners, owners)
     assert cache.get("slot", list(owners), [torch.ones(1), torch.ones(1)]) is groups
@@ -406,7 +407,7 @@ def test_the_cache_returns_the_same_groups_while_the_owners_are_the_same() -> No
 
 
 def test_the_cache_groups_anew_for_other_owners() -> None:
-    cache = TensorGroupsCache()
+    cache = Unscaler()
     a, b, c = (torch.ones(1) for _ in range(3))
     groups = cache.get("slot", [a, b], [a, b])
     seen = [groups]
@@ -419,7 +420,7 @@ def test_the_cache_groups_anew_for_other_owners() -> None:
 
 @pytest.mark.exhaustive
 def test_the_cache_keeps_its_owners_so_that_an_identity_is_not_reused() -> None:
-    cache = TensorGroupsCache()
+    cache = Unscaler()
     owner = torch.ones(1)
     alive = weakref.ref(owner)
     cache.get("slot", [owner], [owner])
@@ -435,7 +436,7 @@ def test_the_cache_keeps_its_owners_so_that_an_identity_is_not_reused() -> None:
 @pytest.mark.parametrize("became", DTYPES, ids=str)
 def test_gradients_that_changed_dtype_under_old_groups(became: torch.dtype) -> None:
     # model.float() keeps the identity of every parameter, so the cache does not see it.
-    cache = TensorGroupsCache()
+    cache = Unscaler()
     owners = [torch.ones(2), torch.ones(2)]
     for dtypes in ((FP16, FP32), (became, became), (became, FP16)):
         grads = [torch.full((2,), 8.0, dtype=dtype) for dtype in dtypes]

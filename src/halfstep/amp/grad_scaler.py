@@ -17,9 +17,8 @@ from ..core.loss_scale import DynamicLossScale
 from ..optimizers.release import release_of
 from ..parameters.unscale import Unscaler
 from ..stepping.attached import AttachedOptimizer, attached_to
-from ..stepping.backward import Subscriber, Window, WindowState, blame, record_pass
-from ..stepping.diagnosis import ClippedGradients
-from ..stepping.ranks.ddp_sync import share_overflow
+from ..stepping.backward import Subscriber, Window, WindowState, blame
+from ..stepping.ranks.ddp_sync import BackwardRecord, share_overflow
 from ..stepping.scaled_backward import before_unscaling
 from ..stepping.scaling_checks import warn_scaled_twice
 from ..torch_internals.torch_compat import OptState
@@ -128,9 +127,10 @@ class GradScaler(ScalerSettings):
             if not (outputs.is_floating_point() or outputs.is_complex()):
                 raise ArgumentTypeError(f"scale needs a floating-point tensor, not a tensor of {outputs.dtype}.")
             self._iteration.losses += 1
+            if self._iteration.noted:
+                self._iteration.fix_versions()
             self._scaled, self._moved_from = True, None
-            if self._home is None:
-                self._home = outputs.device
+            self._home = self._home or outputs.device
             scale = self._scaler.scale(self._home).to(outputs.device, non_blocking=True)
             return (outputs.float() if outputs.dtype in HALF_DTYPES else outputs) * scale
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
@@ -220,8 +220,7 @@ class GradScaler(ScalerSettings):
             self._unscale(optimizer, attached, may_defer=True)
         returned = attached.step_unless_overflow(optimizer, closure, *args, **kwargs)
         state["stage"] = OptState.STEPPED
-        (found_inf,) = state["found_inf_per_device"].values()
-        return StepResult(found_inf, returned)
+        return StepResult(next(iter(state["found_inf_per_device"].values())), returned)
 
     @eager
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -237,14 +236,13 @@ class GradScaler(ScalerSettings):
         """
         if not self._enabled:
             return
-        scale = None if new_scale is None else as_number("new_scale", new_scale)
-        if scale is not None:
-            self._scaler.set_scale(scale)
+        if new_scale is not None:
+            self._scaler.set_scale(as_number("new_scale", new_scale))
         ended, self._iteration = self._iteration, Iteration()
         for window in ended.windows:
             # If the optimizer did not step, the next step must not use the records of this iteration.
             window.records = [record for record in window.records if record.scaler is not self._scaler]
-        if scale is None:
+        if new_scale is None:
             self._scaler.update(ended.overflow(), lambda: blame(ended.windows))
 
     def minimize(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:
@@ -305,7 +303,8 @@ class GradScaler(ScalerSettings):
         assert self._home is not None  # because a loss was scaled
         scale = self._scaler.scale(self._home) if self._moved_from is None else self._moved_from
         window, iteration, table = attached.window, self._iteration, attached.window.keeper.table
-        present = self._scaler.state(scale.device).scale
+        # The tensor that `update` changes in place, so it is also the scale of the next losses.
+        window.scale = self._scaler.state(scale.device).scale
         table.refresh()
         params, found_inf = table.params, torch.zeros_like(scale)
         result = found_inf
@@ -318,15 +317,11 @@ class GradScaler(ScalerSettings):
             )
         for callback in before_unscaling:
             callback()
-        if window.subscribers:
-            window.notify_closed(self._scaler, scale)
-        if max_norm is None:
-            window.clip_check = window.clip_check or ClippedGradients()
-            window.clip_check.check(params, scale, by="GradScaler")
-        if any(record.scaler is not self._scaler for record in window.records):
+        window.notify_closed(self._scaler, scale, by="" if max_norm is not None else "GradScaler")
+        if window.records and any(record.scaler is not self._scaler for record in window.records):
             warn_scaled_twice(window, "this GradScaler")
-        done = set(map(id, iteration.among(params))) if iteration.noted else set()
-        window.state = WindowState.FINISHING  # from here to `record_pass` an interrupt drops the gradients
+        done = iteration.among(params) if iteration.noted else set()
+        window.state = WindowState.FINISHING  # from here to `close` an interrupt drops the gradients
         iteration.states[id(optimizer)].update(stage=OptState.UNSCALED, found_inf_per_device={scale.device: found_inf})
         iteration.windows.append(window)
         if done:
@@ -338,9 +333,9 @@ class GradScaler(ScalerSettings):
         elif may_defer and not done and not table.fp32_grads and attached.supports_found_inf:
             attached.unscale_late(scale, found_inf)
         else:
-            window.finish(scale, found_inf, self._scaler, plain=True, done=done)
-        window.scale = present  # the tensor that `update` changes in place, so it is also the scale of the next losses
-        record_pass([window], found_inf, scaler=self._scaler, with_peers=False)
+            window.keeper.gradients.finish(scale, found_inf, done)
+        window.records.append(BackwardRecord(found_inf, None, not window.ranks.reductions, self._scaler))
+        window.close()
         if window.ranks.reductions:
             share_overflow(window.records, [window.ranks])
         iteration.note(params)

@@ -21,19 +21,20 @@ class Iteration:
     """The stage of each optimizer in an iteration, the overflow flags, and the gradients that are already unscaled.
 
     Two optimizers of one scaler may share a parameter, whose gradient must be unscaled only once. It counts as unscaled
-    if it is the tensor that ``note`` recorded, and if no loss was scaled since then or its version is the same.
+    if it is the tensor that ``note`` recorded, until a backward pass of a later loss adds to it. Changes before that
+    loss was scaled, such as clipping, do not count.
 
     Attributes:
         states: the stage and overflow flags of each optimizer, by its ``id``, in the format of torch's scaler.
         windows: the windows of the optimizers whose gradients were unscaled.
         losses: the number of scaled losses.
-        noted: the parameters, gradients and versions of each call of ``note``.
+        noted: the parameters and gradients of each call of ``note``, and their versions when the next loss was scaled.
     """
 
     states: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(new_optimizer_state))
     windows: list[Window] = field(default_factory=list)
     losses: int = 0
-    noted: list[tuple[Any, ...]] = field(default_factory=list)
+    noted: list[list[Any]] = field(default_factory=list)
 
     def refuse_second(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse to unscale the gradients of an optimizer twice.
@@ -66,18 +67,21 @@ class Iteration:
 
     def note(self, params: Sequence[torch.Tensor]) -> None:
         """Record that the gradients of these parameters are unscaled."""
-        grads = [p.grad for p in params]
-        self.noted.append((self.losses, params, grads, [None if g is None else g._version for g in grads]))
+        self.noted.append([params, [p.grad for p in params], []])
 
-    def among(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters whose gradients are already unscaled."""
-        mine = {id(p) for p in params if p.grad is not None}
-        found: dict[int, torch.Tensor] = {}
-        for losses, *noted in self.noted:
-            for param, grad, version in zip(*noted, strict=True):
-                if id(param) in mine and param.grad is grad and (losses == self.losses or version == grad._version):
-                    found[id(param)] = param
-        return list(found.values())
+    def fix_versions(self) -> None:
+        """Record the versions of unscaled gradients when a loss is scaled, to which a pass of that loss may add."""
+        for entry in self.noted:
+            entry[2] = entry[2] or [None if grad is None else grad._version for grad in entry[1]]
+
+    def among(self, params: Sequence[torch.Tensor]) -> set[int]:
+        """Return the identities of the parameters whose gradients are already unscaled."""
+        mine, found = {id(p) for p in params if p.grad is not None}, set()
+        for noted, grads, versions in self.noted:
+            for i, (param, grad) in enumerate(zip(noted, grads, strict=True)):
+                if id(param) in mine and param.grad is grad and (not versions or versions[i] == grad._version):
+                    found.add(id(param))
+        return found
 
 
 @dataclass(slots=True, eq=False)

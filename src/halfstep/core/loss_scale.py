@@ -8,9 +8,10 @@ state and updates it by a rule.
 from __future__ import annotations
 
 import ast
+import ctypes
 import math
 from dataclasses import dataclass, field, fields
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -35,6 +36,9 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
 # No gradient worth having needs a scale this far below 1: at 2**-14 even an fp16 gradient of 1e9 fits.
 _COLLAPSED = 2.0**-14
+
+
+_KIND: list[Any] = [ctypes.c_float, ctypes.c_float, ctypes.c_int32, ctypes.c_int32]  # a flag and a `LossScaleState`
 
 
 class LossScaleState(NamedTuple):
@@ -171,6 +175,22 @@ class DynamicLossScale(LossScale):
         if floor > ceiling:
             raise ArgumentValueError(f"min_scale={self.min_scale} is above max_scale={self.max_scale}; swap them.")
         object.__setattr__(self, "init_scale", min(max(self.init_scale, self.floor), self.ceiling))
+
+    def count(self, state: LossScaleState, found_inf: torch.Tensor) -> bool:
+        """Count a finite step that neither follows an overflow nor makes the scale grow, without a torch op.
+
+        Args:
+            state: the state in the memory of the host, updated in place.
+            found_inf: as in ``update_``.
+
+        Returns:
+            False for any other step: nothing is changed, and ``update_`` must run.
+        """
+        flag, scale, good, bad = [c.from_address(t.data_ptr()) for c, t in zip(_KIND, (found_inf, *state), strict=True)]
+        counts: bool = not (flag.value or bad.value or good.value + 1 == self.growth_interval)
+        counts = counts and self.floor <= scale.value <= self.ceiling
+        good.value += counts
+        return counts
 
     def update_(self, state: LossScaleState, found_inf: torch.Tensor) -> None:
         """Run the algorithm above: one small torch kernel, or two with hysteresis, and a clamp."""

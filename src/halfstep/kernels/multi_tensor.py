@@ -28,7 +28,6 @@ from .tensor_table import Number, Scalars, TensorTable
 
 __all__ = [
     "TensorGroups",
-    "TensorGroupsCache",
     "axpby",
     "axpby_kernel",
     "copy",
@@ -106,26 +105,6 @@ class TensorGroups:
             groups = [tuple([column if isinstance(column, list) else list(column) for column in columns])]
         plain = all(ORDINARY.issuperset(map(type, column)) for column in columns)
         return groups if plain else [tuple(map(locals_of, group)) for group in groups]
-
-
-class TensorGroupsCache:
-    """A cache of the groups of long-lived tensors (parameters, masters), by their identities.
-
-    An entry keeps its tensors alive, so that later tensors cannot have the same identities. The cache has one entry per
-    ``slot``, and replaces it when the list of owners changes, because a parameter has no gradient this time or user
-    code has added a parameter group.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[Hashable, tuple[tuple[int, ...], TensorGroups, Sequence[torch.Tensor]]] = {}
-
-    def get(self, slot: Hashable, owners: Sequence[torch.Tensor], *columns: Sequence[torch.Tensor]) -> TensorGroups:
-        """Return the groups of ``columns``, whose rows belong to ``owners``."""
-        key = tuple(map(id, owners))
-        entry = self._entries.get(slot)
-        if entry is None or entry[0] != key:
-            entry = self._entries[slot] = (key, TensorGroups(*columns, owners=owners), owners)
-        return entry[1]
 
 
 # ---- kernels

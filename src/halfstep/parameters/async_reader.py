@@ -43,11 +43,14 @@ class AsyncReader:
 
     Args:
         width: the number of tensors in a row.
+
+    Attributes:
+        queue: the rows that ``poll`` has not returned yet.
     """
 
     def __init__(self, width: int) -> None:
         self._width = width
-        self._queue: deque[_Slot] = deque()
+        self.queue: deque[_Slot] = deque()
         self._free: list[_Slot] = []
 
     def __reduce__(self) -> tuple[type[AsyncReader], tuple[int]]:
@@ -66,18 +69,18 @@ class AsyncReader:
             target.copy_(source, non_blocking=True)
         if slot.passed is not None:
             slot.passed.record(torch.accelerator.current_stream(device))
-        self._queue.append(slot)
+        self.queue.append(slot)
 
     def poll(self, *, wait: bool = False) -> list[tuple[float, ...]]:
         """Return the rows that have arrived since the last call; with ``wait``, wait for all posted rows."""
         arrived = []
-        while self._queue:
-            slot = self._queue[0]
+        while self.queue:
+            slot = self.queue[0]
             if slot.passed is not None and wait:
                 slot.passed.synchronize()
             elif slot.passed is not None and not slot.passed.query():
                 break
-            self._queue.popleft()
+            self.queue.popleft()
             arrived.append(tuple(slot.numbers))
             self._free.append(slot)
         return arrived

@@ -100,6 +100,10 @@ def widen(params: Sequence[torch.Tensor]) -> None:
     set_grads(half, (p.grad.float() for p in half))  # type: ignore[union-attr]
 
 
+_OPEN: weakref.WeakSet[Gradients] = weakref.WeakSet()
+"""The ``Gradients`` between ``begin`` and ``finish`` or ``forget``. Without them, no gradient is set aside."""
+
+
 class Gradients:
     """The gradients of one optimizer's parameters.
 
@@ -135,13 +139,13 @@ class Gradients:
             in_place: a function that returns the rows whose gradients stay in ``p.grad``, multiplied by ``scale``,
                 because the pass accumulates into them; None if there are no such rows.
         """
+        _OPEN.add(self)
         self._rows = [s for s in self.table.slots if s.grad.block is None or s.grad.block() is None]
         self._generation, self._ready_for = self.table.generation, -1
         ref = weakref.ref(block)
         for slot in self._rows:
             slot.grad.block = ref
         if scale is None and not self.table.fp32_grads:
-            self._pending, self.has_saved = [], False
             return
         if scale is None and hasattr(block, "loss") and None in [slot.narrow for slot in self._rows]:
             self.table.find_narrow(uses([block.loss]))
@@ -227,6 +231,7 @@ class Gradients:
         for slot in self._rows:
             slot.grad.saved = slot.grad.block = None
         self._rows, self._pending, self.has_saved, self._generation = [], [], False, -1
+        _OPEN.discard(self)
 
     def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor, done: Collection[int] = ()) -> None:
         """Unscale the new gradients, and add the gradients that ``begin`` set aside.
@@ -239,20 +244,24 @@ class Gradients:
                 is checked.
             done: identities of parameters to leave alone; only without ``begin``.
         """
-        if self._generation != self.table.generation:  # no ``begin``, or user code added parameters after it
-            mine = set(map(id, [slot.param for slot in self._rows])).union(done)
-            left = [s for s in self.table.slots if id(s.param) not in mine]
-            self._rows += [s for s in left if s.grad.block is None or s.grad.block() is None]
-        rows = self._rows
-        inv_scale = None if scale is None else reciprocal(scale)
-        narrow = [s for s in rows if s.fp32 and (g := s.param.grad) is not None and g.dtype in HALF_DTYPES]
+        rows, params = self.table.slots, self.table.params
+        if _OPEN or done:
+            if self._generation != self.table.generation:  # no ``begin``, or user code added parameters after it
+                mine = set(map(id, [slot.param for slot in self._rows])).union(done)
+                left = [s for s in rows if id(s.param) not in mine]
+                self._rows += [s for s in left if s.grad.block is None or s.grad.block() is None]
+            rows, params = self._rows, [slot.param for slot in self._rows]
+        inv_scale, half = None if scale is None else reciprocal(scale), rows if self.table.fp32_grads else []
+        narrow = [s for s in half if s.fp32 and (g := s.param.grad) is not None and g.dtype in HALF_DTYPES]
         if narrow and inv_scale is None:
             # Sparse gradients may have duplicate indices, which must be summed in fp32.
             narrow = [s for s in narrow if not s.narrow or s.grad.saved is not None or s.param.grad.is_sparse]  # type: ignore[union-attr]
         if narrow:
             self._unscale_into(narrow, narrow if inv_scale is None else rows, inv_scale, found_inf)
         elif inv_scale is not None:
-            self._unscaler.unscale(self._unscaler.gather([s.param for s in rows]), inv_scale, found_inf)
+            self._unscaler.unscale(self._unscaler.gather(params), inv_scale, found_inf)
+        if rows is not self._rows:
+            return
         if saved := [slot for slot in rows if slot.grad.saved is not None]:
             self._add_saved(saved)
         if without := [slot for slot in self._pending if slot.param.grad is None]:
@@ -262,6 +271,7 @@ class Gradients:
         for slot in rows:
             slot.grad.saved = slot.grad.block = None
         self._rows, self._pending, self.has_saved, self._generation = [], [], False, -1
+        _OPEN.discard(self)
 
     @torch.no_grad()
     def _unscale_into(

@@ -50,7 +50,7 @@ class DeviceLossScaler:
         self.name = name
         self.verbose = verbose
         self._late = AsyncReader(2)
-        self._overflows = 0
+        self._overflows, self._stuck = 0, 0
         self._row: float = 0  # overflows in a row that the host has read; -inf after their report
         self.found: torch.Tensor | None = None
         self._state = self._start(rule.init_scale, 0, 0, torch.device("cpu"))
@@ -99,7 +99,7 @@ class DeviceLossScaler:
         return self._state
 
     def scale(self, device: torch.device) -> torch.Tensor:
-        """Return the scale on ``device`` as a tensor that updates do not change; each update starts a new tensor."""
+        """Return the scale on ``device`` as a tensor that updates do not change."""
         state = self._state if self._state.scale.device == device else self.state(device)
         # A graph must copy the scale at each replay.
         if self._present is None or capturing(device):
@@ -117,15 +117,20 @@ class DeviceLossScaler:
         Raises:
             LossScaleCollapsed: if the scale is at its floor and this overflow reaches the rule's ``collapse_after``.
         """
-        self.found, device = None, found_inf.device
+        self.found, device, rule = None, found_inf.device, self._rule
         state = self._state if self._state.scale.device == device else self.state(device)
-        self._pick_up()
-        limit = self._rule.collapse_after
+        if self._late.queue:
+            self._pick_up()
+        limit = rule.collapse_after
         stuck = limit is not None and self._stuck >= limit - 1
         # The host reads the flag here, at most once in a row of skips and where the scale is about to collapse.
-        if (stuck or (self.verbose and self._row >= 4)) and not capturing(device) and found_inf.item():
+        on_host = not capturing(device)
+        if (stuck or (self.verbose and self._row >= 4)) and on_host and found_inf.item():
             self._report(limit if stuck else None, blame() if blame is not None else "unknown")
-        self._rule.update_(state, found_inf)
+        if on_host and device.type == "cpu" and isinstance(rule, DynamicLossScale) and rule.count(state, found_inf):
+            self._row, self._stuck = 0, 0  # as `_pick_up` does for a finite step
+            return
+        rule.update_(state, found_inf)
         self._present = None
         self._late.post(found_inf, state.scale)
 

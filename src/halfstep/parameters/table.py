@@ -221,7 +221,7 @@ class OptimizerTable:
 
     def start(self, new_master: Callable[[torch.Tensor], Master | None] | None, *, fp32_grads: bool) -> list[Slot]:
         """Recompute all columns, with new masters."""
-        self.new_master, self.fp32_grads, self._kinds = new_master, fp32_grads, []
+        self.new_master, self.fp32_grads, self._kinds = new_master, fp32_grads, [None]
         self._gone.clear()
         for slot in self.slots:
             slot.master = None
@@ -230,8 +230,8 @@ class OptimizerTable:
     def refresh(self) -> list[Slot]:
         """Update the rows to the optimizer's groups and to the DDP wrappers around the parameters, and return them.
 
-        Parameters are compared by identity, dtype and ``requires_grad``. A slot stays the same object as long as its
-        parameter is in the optimizer.
+        Parameters are compared by identity and, if they may have masters, by dtype and ``requires_grad``. A slot stays
+        the same object as long as its parameter is in the optimizer.
         """
         optimizer = None if self.frozen else self.optimizer()
         if optimizer is None:
@@ -239,12 +239,11 @@ class OptimizerTable:
         groups = [group["params"] for group in optimizer.param_groups]
         params: list[torch.Tensor] = groups[0] if len(groups) == 1 else list(itertools.chain.from_iterable(groups))
         same = len(params) == len(self.params) and all(map(is_, params, self.params))
-        kinds = list(map(_KIND, params))
+        kinds = list(map(_KIND, params)) if self.fp32_grads or self.new_master is not None else []
         if same and kinds == self._kinds and self._wrappers == REDUCTIONS:
             return self.slots
-        before, found, generation = self._by_id, {}, next(_generations)
+        before, found, slots, generation = self._by_id, {}, [], next(_generations)
         reduced = set(map(id, reduced_params(params)))
-        slots = []
         for group, members in enumerate(groups):
             for param in members:
                 slot = before.get(id(param))

@@ -6,13 +6,14 @@ Gradients may have any floating or complex dtype, be sparse, have zero size, lie
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from operator import attrgetter, is_
 
 import torch
 
 from ..core.scalars import in_scalar_dtype
 from ..kernels import multi_tensor
-from ..kernels.multi_tensor import TensorGroupsCache
+from ..kernels.multi_tensor import TensorGroups
 from ..torch_internals.torch_compat import values_of
 
 __all__ = ["Unscaler", "clip_factor", "dense_view", "reciprocal", "widened"]
@@ -40,25 +41,49 @@ def dense_view(grad: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(values) if values.is_complex() else values
 
 
-class Unscaler(TensorGroupsCache):
-    """The unscaling of one list of parameters, which keeps the groups of their gradients between steps."""
+_IS_SPARSE = attrgetter("is_sparse")
+
+
+class Unscaler:
+    """The unscaling of one list of parameters, which keeps the groups of their gradients between steps.
+
+    It has one entry of groups per ``slot``, and replaces it when the list of owners changes, because a parameter has no
+    gradient this time or user code has added a parameter group. An entry keeps the owners alive, so that later tensors
+    cannot have the same identities.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._owners: list[torch.Tensor] = []  # the parameters of the latest ``gather`` that had gradients
+        self._entries: dict[Hashable, tuple[Sequence[torch.Tensor], TensorGroups]] = {}
+        # The parameters of the latest ``gather`` that had gradients, and True if one of them is complex.
+        self._owners: tuple[list[torch.Tensor], bool] = [], False
 
     def gather(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of parameters of any kind as real dense views."""
-        owners = list(params)
+        """Return the gradients of parameters of any kind as real dense views.
+
+        A list of parameters, such as ``OptimizerTable.params``, must not change afterwards: while it is the same object
+        as in the last call, its parameters are the same.
+        """
+        owners = params if isinstance(params, list) else list(params)
         grads = [grad for p in owners if (grad := p.grad) is not None]
-        self._owners = owners = owners if len(grads) == len(owners) else [p for p in owners if p.grad is not None]
-        if [grad for grad in grads if grad.is_sparse or grad.is_complex()]:
+        owners = owners if len(grads) == len(owners) else [p for p in owners if p.grad is not None]
+        if owners is not self._owners[0]:
+            self._owners = owners, any(map(torch.is_complex, owners))
+        if self._owners[1] or any(map(_IS_SPARSE, grads)):
             for i, param in enumerate(owners):
                 if grads[i].is_sparse and not grads[i].is_coalesced():
                     # Add duplicate indices in fp32, where the sum cannot overflow.
                     param.grad = grads[i] = widened(grads[i]).coalesce().to(grads[i].dtype)
             grads = [dense_view(grad) for grad in grads]
         return grads
+
+    def get(self, slot: Hashable, owners: Sequence[torch.Tensor], *columns: Sequence[torch.Tensor]) -> TensorGroups:
+        """Return the groups of ``columns``, whose rows belong to ``owners``, a list that must not change afterwards."""
+        before, groups = self._entries.get(slot, ((), None))
+        same = before is owners or (len(before) == len(owners) and all(map(is_, before, owners)))
+        if groups is None or not same:
+            groups = TensorGroups(*columns, owners=owners)
+            self._entries[slot] = owners, groups
+        return groups
 
     @torch.no_grad()
     def clip(self, params: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
@@ -76,7 +101,7 @@ class Unscaler(TensorGroupsCache):
         grads = self.gather(params)
         if not grads:
             return torch.zeros((), dtype=torch.float32, device="cpu")
-        groups = self.get("clip", self._owners, grads)
+        groups = self.get("clip", self._owners[0], grads)
         norm = multi_tensor.norm(grads, norm_type, groups=groups)
         multi_tensor.scale_(grads, clip_factor(norm, max_norm), groups=groups)
         return norm
@@ -98,7 +123,7 @@ class Unscaler(TensorGroupsCache):
         """
         if not grads:
             return torch.zeros_like(found_inf)
-        groups = self.get("grads", self._owners, grads)
+        groups = self.get("grads", self._owners[0], grads)
         norm = multi_tensor.norm(grads, groups=groups).to(found_inf.device) * inv_scale
         found_inf.logical_or_(norm.isfinite().logical_not_())
         multi_tensor.scale_(grads, inv_scale * clip_factor(norm, max_norm), groups=groups)
@@ -116,5 +141,5 @@ class Unscaler(TensorGroupsCache):
             groups_of: a name for gradients that always have the same dtypes at the same parameters.
         """
         if grads:
-            groups = self.get(groups_of, self._owners, grads)
+            groups = self.get(groups_of, self._owners[0], grads)
             multi_tensor.unscale_(grads, inv_scale, found_inf, groups=groups)

@@ -279,8 +279,7 @@ class AttachedOptimizer:
             window.state = WindowState.IDLE
         if getattr(window.keeper.table.optimizer(), "_amp_stash", None) is not self:
             return self.step(closure, args, kwargs)
-        step = optimizer.step
-        return step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
+        return optimizer.step(*([] if closure is None else [closure]), *args, **kwargs)
 
     def _step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         window, keeper = self.window, self.window.keeper

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from threading import get_ident
 from typing import Any
@@ -249,9 +249,10 @@ class Window:
             self.ranks.begin_backward(scale, table.slots)
 
     def begin_plain(self, scaler: object, found_inf: torch.Tensor) -> None:
-        """Begin to unscale the gradients of passes without a block. Call ``finish`` and ``record_pass`` next.
+        """Begin to unscale the gradients of passes without a block.
 
-        The caller must have refreshed the table.
+        The caller must have refreshed the table. It unscales the gradients itself, adds a record, and calls ``close``.
+        DDP wrappers have averaged the gradients as the user configured them.
 
         Args:
             scaler: the ``GradScaler`` that scaled the losses.
@@ -351,52 +352,45 @@ class Window:
             record_pass([self], found_inf)
         self.close(state)
 
-    def notify_closed(self, scaler: DeviceLossScaler, scale: torch.Tensor) -> None:
-        """Call ``Subscriber.closed`` of each subscriber."""
+    def notify_closed(self, scaler: DeviceLossScaler, scale: torch.Tensor, *, by: str) -> None:
+        """Call ``Subscriber.closed`` of each subscriber, and check if user code clipped the scaled gradients.
+
+        Args:
+            scaler: see ``Subscriber.closed``.
+            scale: see ``Subscriber.closed``.
+            by: see ``ClippedGradients.check``; empty to check nothing.
+        """
         for each in list(self.subscribers):
             each.closed(self, scaler, scale)
+        if by:
+            self.clip_check = self.clip_check or ClippedGradients()
+            self.clip_check.check(self.keeper.table.params, scale, by=by)
 
-    def finish(
-        self,
-        scale: torch.Tensor | None,
-        found_inf: torch.Tensor,
-        scaler: DeviceLossScaler,
-        *,
-        plain: bool = False,
-        done: Collection[int] = (),
-    ) -> bool:
+    def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor, scaler: DeviceLossScaler) -> bool:
         """Unscale the new gradients of a pass, and add the gradients that ``begin`` set aside.
 
         An interrupt before ``record_pass`` or ``close`` drops the gradients, because some may be unscaled and others
         not, or inf without a record.
 
         Args:
-            scale: the scale given to ``begin``; after ``begin_plain``, the factor of the gradients in ``p.grad``.
+            scale: the scale given to ``begin``.
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN.
             scaler: the loss scaler, for the subscribers.
-            plain: True after ``begin_plain``. DDP wrappers then averaged the gradients as the user configured them, so
-                the factor of the ranks is not applied again.
-            done: identities of parameters whose gradients are already unscaled.
 
         Returns:
             True if any parameter has a gradient, or gradient release stepped one.
         """
-        if scale is not None and not plain:
-            if self.subscribers:
-                self.notify_closed(scaler, scale)
-            self.clip_check = self.clip_check or ClippedGradients()
-            self.clip_check.check(self.keeper.table.params, scale, by="block")
-        release, table = self._release, self.keeper.table
-        if not plain:
-            release = release if self.state in UNSAFE[:2] else self.release
-            table.refresh()
+        if scale is not None:
+            self.notify_closed(scaler, scale, by="block")
+        release, table = self._release if self.state in UNSAFE[:2] else self.release, self.keeper.table
+        table.refresh()
         found = (release is not None and release.finish(found_inf)) or any(p.grad is not None for p in table.params)
-        if self.ranks.reductions and not plain:
+        if self.ranks.reductions:
             self.ranks.end_backward()
             scale = self.ranks.gradient_scale(scale)
         self._in_place = self._in_place or self.keeper.gradients.has_saved
         self.state = WindowState.FINISHING
-        self.keeper.gradients.finish(scale, found_inf, done)
+        self.keeper.gradients.finish(scale, found_inf)
         return found
 
     def multiply(self, scale: torch.Tensor) -> None:
@@ -504,9 +498,10 @@ def record_pass(
     pending_scaler: DeviceLossScaler | None = None,
     *,
     scaler: DeviceLossScaler | None = None,
-    with_peers: bool = True,
 ) -> None:
     """Record the overflow check of a pass, close the windows, and update the loss scale.
+
+    Optimizers that share a parameter with one of these also skip their steps.
 
     With both ``pending_scaler`` and ``scaler``, the loss scale is updated at once; but if the ranks have not averaged
     these gradients yet, it is updated when they have.
@@ -516,12 +511,11 @@ def record_pass(
         found_inf: 0-dim float32 tensor, 1.0 if a gradient holds inf or NaN.
         pending_scaler: see ``BackwardRecord``.
         scaler: see ``BackwardRecord``.
-        with_peers: True if optimizers that share a parameter with one of these also skip their steps.
     """
     alone = not any(window.ranks.reductions for window in windows)
     record = BackwardRecord(found_inf, pending_scaler if scaler or alone else None, shared=alone, scaler=scaler)
     for window in windows:
-        peers = [peer for ref in window.peers if (peer := ref()) is not None] if with_peers else []
+        peers = [peer for ref in window.peers if (peer := ref()) is not None]
         for each in (window, *peers):
             if record not in each.records:
                 each.records.append(record)
@@ -551,12 +545,9 @@ def _merged(records: list[BackwardRecord]) -> list[BackwardRecord]:
     """Merge the records of passes that all ranks share into one record per loss scaler."""
     found = [record for record in records if not record.shared]
     alike: dict[tuple[DeviceLossScaler | None, DeviceLossScaler | None], list[BackwardRecord]] = {}
-    for record in records:
-        if record.shared:
-            alike.setdefault((record.pending_scaler, record.scaler), []).append(record)
-    for (pending_scaler, scaler), row in alike.items():
-        found.append(BackwardRecord(any_overflow(row), pending_scaler, shared=True, scaler=scaler))
-    return found
+    for record in [record for record in records if record.shared]:
+        alike.setdefault((record.pending_scaler, record.scaler), []).append(record)
+    return found + [BackwardRecord(any_overflow(row), pending, True, by) for (pending, by), row in alike.items()]
 
 
 def sync_overflow(optimizers: Sequence[Window]) -> None:

@@ -108,9 +108,7 @@ class ClippedGradients:
         """
         if self._reader is not None:
             self._judge(by)
-        if not self._checks_left:
-            return
-        first = next((grad for param in params if (grad := param.grad) is not None), None)
+        first = next((grad for p in params if (grad := p.grad) is not None), None) if self._checks_left else None
         if first is None or first._version == 0 or type(first) is not torch.Tensor or capturing(first.device):
             return
         grads = [g for param in params if (g := param.grad) is not None]
