@@ -24,11 +24,11 @@ import halfstep
 from halfstep import amp
 from halfstep.amp.options import ARGUMENTS
 from halfstep.core.dtypes import dtype_name
-from halfstep.core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
+from halfstep.core.errors import ArgumentValueError, HalfstepError, UsageError
 from halfstep.core.policy import LEVELS as MEANINGS
 from halfstep.core.policy import Policy
 from halfstep.integrations.training_precision import TrainingPrecision
-from halfstep.scaling import DynamicLossScale, NoLossScale, StaticLossScale
+from halfstep.scaling import DynamicLossScale, StaticLossScale
 from tests.support.apex_recording import batch, golden, net, optimizer
 from tests.support.processes import one_rank
 from tests.support.worlds import HALVES, LEVELS, read_back, scaled_backward, step_and_clear
@@ -168,63 +168,11 @@ def test_types(key: str) -> None:
     assert result is models if optims is None else (result[0] is models and result[1] is optims)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_twice_is_refused(level: str) -> None:
-    model, optim = start(level)
-    with pytest.raises(UsageError, match="once"):
-        amp.initialize(net(), optim, opt_level=level, verbosity=0)
-    with pytest.raises(UsageError, match=r"once|half\(\)"):
-        amp.initialize(model, opt_level=level, verbosity=0)
-    twin = net()
-    with pytest.raises(UsageError, match="twice"):
-        amp.initialize([twin, twin], opt_level=level, verbosity=0)
-
-
 def test_wrapped_for_parallel_training_is_refused() -> None:
     with one_rank():
         wrapped = nn.parallel.DistributedDataParallel(net())
         with pytest.raises(UsageError, match=r"original model"):
             amp.initialize(wrapped, opt_level="O2", verbosity=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"dtype": torch.float32}, ArgumentValueError, "is not 16-bit"),
-        ({"dtype": "float8"}, ArgumentValueError, "bfloat16, float16"),
-        ({"dtype": 16}, ArgumentTypeError, "torch.dtype"),
-        ({"opt_level": "O5", "dtype": torch.float16}, ArgumentValueError, "O2 in bfloat16"),
-        ({"num_losses": -1}, ArgumentValueError, "num_losses=-1"),
-        ({"num_losses": 1.5}, ArgumentValueError, "num_losses=1.5"),
-        ({"loss_scale": True}, ArgumentValueError, "loss_scale=True"),
-        ({"loss_scale": "dynamic", "max_loss_scale": float("inf")}, ArgumentValueError, "max_scale"),
-        ({"loss_scale": "dynamic", "min_loss_scale": 2.0**25}, ArgumentValueError, "min_scale"),
-        ({"opt_level": "O2", "cast_model_type": "half"}, ArgumentTypeError, "cast_model_type='half'"),
-        ({"opt_level": "O2", "master_weights": "yes"}, ArgumentTypeError, "master_weights='yes'"),
-        ({"loss_scale": "bla"}, ArgumentValueError, "loss_scale='bla' must be .*DynamicLossScale"),
-        ({"loss_scale": NoLossScale()}, ArgumentValueError, r"loss_scale=NoLossScale\(.*StaticLossScale"),
-        (
-            {"loss_scale": DynamicLossScale(), "min_loss_scale": 2.0},
-            UsageError,
-            r"min_loss_scale=2.0 .* beside loss_scale=DynamicLossScale\(.*min_scale= and max_scale=",
-        ),
-        ({"loss_scale": DynamicLossScale(), "max_loss_scale": None}, UsageError, "max_loss_scale=None .* beside"),
-        ({"loss_scale": StaticLossScale(2.0), "max_loss_scale": 8.0}, UsageError, "a static scale needs none"),
-        (
-            {"cast_model_outputs": "bla"},
-            ArgumentValueError,
-            "cast_model_outputs='bla' is not a floating format; use one of bfloat16, float16, float32, float64",
-        ),
-        ({"cast_model_outputs": torch.int32}, ArgumentValueError, "cast_model_outputs=torch.int32 .* bfloat16"),
-        ({"cast_model_outputs": True}, ArgumentTypeError, "cast_model_outputs must be .*, not True"),
-    ],
-)
-def test_bad_values(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    model, optim = fresh()
-    with pytest.raises(error, match=message):
-        amp.initialize(model, optim, verbosity=0, **options)
-    assert not hasattr(optim, "_amp_stash")
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ["float16", "fp16", "torch.float16"])
@@ -335,72 +283,12 @@ def test_policy_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert f"Policy {policy.replace(loss_scale=4.0)}" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("opt_level", "O2", "everything that a level decides"),
-        ("dtype", torch.bfloat16, "everything that a level decides"),
-        ("cast_model_type", False, "param_dtype"),
-        ("patch_torch_functions", False, "op_lists"),
-        ("keep_batchnorm_fp32", "True", "keep_batchnorm_fp32"),
-        ("master_weights", False, "master_weights"),
-        ("cast_model_outputs", torch.float32, "output_dtype"),
-        ("op_lists", halfstep.OpLists.default(), "op_lists"),
-        ("custom_white_list", [], "op_lists"),
-        ("custom_black_list", ["gelu"], "op_lists"),
-    ],
-)
-def test_what_may_not_stand_beside_a_policy(name: str, value: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=rf"policy= and {name}=.* were both given.*{words}.*Only loss_scale="):
-        amp.initialize(*fresh(), policy=Policy.from_level("O3"), verbosity=0, **{name: value})
-
-
 def test_the_table_of_arguments_says_what_initialize_takes() -> None:
     parameters = inspect.signature(amp.initialize).parameters
     names = {field.name for field in dataclasses.fields(Policy)}
     for name, argument in ARGUMENTS.items():
         assert parameters[name].default == argument.default
         assert argument.field is None or argument.field in names
-
-
-O1, O2 = Policy.from_level("O1"), Policy.from_level("O2")
-
-
-@pytest.mark.parametrize(
-    ("policy", "error", "message"),
-    [
-        ("O2", ArgumentTypeError, r"policy must be a halfstep\.Policy, which Policy\.from_level"),
-        (O1.replace(param_dtype=torch.float16), UsageError, "op_lists with .*none"),
-        (O1.replace(compute_dtype=None), UsageError, "op_lists need a 16-bit compute_dtype.* compute_dtype=None"),
-        (O1.replace(compute_dtype=torch.float32), UsageError, "op_lists need a 16-bit .* compute_dtype=float32"),
-        (O1.replace(master_weights=True), UsageError, "master_weights=True needs a 16-bit .* has param_dtype=None"),
-        (
-            Policy(torch.float32, torch.float32, master_weights=True),
-            UsageError,
-            "master_weights=True needs a 16-bit param_dtype, and it has param_dtype=float32",
-        ),
-        (Policy(keep_batchnorm_fp32=True), UsageError, "keep_batchnorm_fp32=True needs a 16-bit param_dtype"),
-        (
-            O2.replace(compute_dtype=torch.bfloat16),
-            UsageError,
-            "inputs of the model are cast to compute_dtype=bfloat16, and its weights, with param_dtype=float16",
-        ),
-        (Policy(compute_dtype=torch.float16), UsageError, "without op_lists .*compute_dtype=float16.*param_dtype=None"),
-        (Policy(torch.float32, torch.float64), UsageError, "without op_lists .*param_dtype=float32"),
-        (Policy(output_dtype=torch.int32), ArgumentValueError, "output_dtype of the policy=torch.int32 is not"),
-        (Policy(param_dtype="float16"), ArgumentTypeError, "param_dtype of the policy must be .*, not 'float16'"),
-        (O2.replace(master_weights=1), ArgumentTypeError, "master_weights of the policy must be True or False, not 1"),
-        (O1.replace(op_lists="O1"), ArgumentTypeError, r"op_lists of the policy must be a halfstep\.OpLists .*'O1'"),
-        (O2.replace(loss_scale="bla"), ArgumentValueError, "loss_scale='bla' must be"),
-        (O2.replace(loss_scale=0.0), ArgumentValueError, "loss_scale=0.0 must be"),
-    ],
-)
-def test_policies_that_cannot_be(policy: Any, error: type[Exception], message: str) -> None:
-    model, optim = fresh()
-    with pytest.raises(error, match=message):
-        amp.initialize(model, optim, policy=policy, verbosity=0)
-    assert not hasattr(optim, "_amp_stash")
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 # ---- defaults and the banner
@@ -495,19 +383,9 @@ def test_before_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_scale_loss_arguments(level: str) -> None:
+def test_scale_loss_takes_optimizers_in_a_tuple_and_losses_in_float64(level: str) -> None:
     model, optim = start(level)
     loss = F.cross_entropy(model(batch(0)[0]), batch(0)[1])
-    with pytest.raises(ArgumentIndexError, match="num_losses=1"), amp.scale_loss(loss, optim, loss_id=1):
-        pass
-    with pytest.raises(UsageError, match="_amp_stash"), amp.scale_loss(loss, fresh()[1]):
-        pass
-    with pytest.raises(ArgumentTypeError, match="floating"), amp.scale_loss(torch.tensor(1), optim):
-        pass
-    with pytest.raises(ArgumentTypeError, match="floating"), amp.scale_loss(1.0, optim):
-        pass
-    with pytest.raises(ArgumentTypeError, match="optimizer"), amp.scale_loss(loss, None):
-        pass
     with amp.scale_loss(loss.double(), optim) as scaled:
         assert scaled.dtype is torch.float64
     scaled_backward(loss, (optim,), loss_id=0, model=model)

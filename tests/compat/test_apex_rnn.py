@@ -14,7 +14,7 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.apex import RNN
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.core.errors import UsageError
 from tests.support.worlds import Made, advance, with_optimizer
 
 T, B, IN, H = 5, 3, 4, 6
@@ -128,11 +128,6 @@ def test_a_step_of_a_gru_is_torch_s() -> None:
     assert torch.equal(gru_step(x, hidden, *weights), theirs(x, hidden))
 
 
-def test_a_gru_has_no_projection() -> None:
-    with pytest.raises(ArgumentValueError, match="output_size=2 of a GRU must be its hidden_size, 6"):
-        RNN.GRU(IN, H, 1, output_size=2)
-
-
 @pytest.mark.parametrize("name", [*KINDS, "mLSTM"])
 def test_collected_states_are_those_of_every_step(name: str) -> None:
     net: Any = getattr(RNN, name)(IN, H, 2)
@@ -218,19 +213,6 @@ def test_a_cell_by_itself() -> None:
         (h,) = cell(x[t])
         torch.testing.assert_close(h, outputs[t])
     assert stackedRNN([cell, cell.new_like(H)], num_layers=2)(x)[0].shape == (T, B, H)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        (([RNNCell(1, 2, 2, None)], 2), ArgumentValueError, "1 layers, but num_layers=2"),
-        ((nn.Linear(2, 2), 1), ArgumentTypeError, "must be an RNNCell or a list of them"),
-        ((RNNCell(1, 2, 2, None), 1, 1.5), ArgumentValueError, "dropout=1.5"),
-    ],
-)
-def test_wrong_arguments(arguments: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        stackedRNN(*arguments)
 
 
 @pytest.mark.exhaustive

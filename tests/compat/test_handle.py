@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import amp
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.core.errors import UsageError
 from tests.support.apex_recording import fill, grid
 from tests.support.fp16_training import values
 from tests.support.worlds import in_a_thread, scaled_backward, scaled_step, with_optimizer
@@ -309,40 +309,6 @@ def test_disabled_does_nothing() -> None:
     handle.remove_cache(model.weight)
     handle._deactivate()
     assert everything(inner) == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"loss_scale": 0.0}, "loss_scale|init_scale"),
-        ({"loss_scale": float("nan")}, "loss_scale|init_scale"),
-        ({"loss_scale": "bla"}, "loss_scale='bla' must be .*DynamicLossScale"),
-        ({"dtype": torch.float32}, "is not 16-bit"),
-        ({"dtype": "fp8"}, "fp8"),
-    ],
-)
-def test_init_refuses_and_changes_nothing(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentValueError, match=message):
-        amp.init(**arguments)
-    assert computes_in() == torch.float32
-
-
-def test_wrap_and_scale_refuse(init: Callable[..., Any]) -> None:
-    handle = init()
-    inner = torch.optim.SGD(linear().parameters(), lr=0.1)
-    for bad in (0, -1, True, 1.5, "2"):
-        with pytest.raises(ArgumentValueError, match="num_loss="):
-            handle.wrap_optimizer(inner, num_loss=bad)
-    for thing in (linear(), None, handle.wrap_optimizer(inner)):
-        with pytest.raises(ArgumentTypeError, match="Optimizer"):
-            handle.wrap_optimizer(thing)
-    with (
-        pytest.raises(ArgumentTypeError, match="second argument, not Linear"),
-        handle.scale_loss(torch.ones(()), linear()),
-    ):
-        pass
-    with pytest.raises(ArgumentTypeError, match="floating"), handle.scale_loss(torch.tensor(3), inner):
-        pass
 
 
 def test_compiled_model_under_init(init: Callable[..., Any]) -> None:

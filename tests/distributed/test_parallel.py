@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from halfstep import amp
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from halfstep.parallel import (
     DistributedDataParallel,
     Reducer,
@@ -76,19 +76,6 @@ def test_arguments_without_meaning_are_told_of_once(ranks: Ranks) -> None:
     assert "retain_allreduce_buffers, num_allreduce_streams have no meaning" in first
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"shared_param": True}, "shared_param"),
-        ({"message_size": 0}, "message_size"),
-        ({"gradient_predivide_factor": 0.0}, "predivide"),
-    ],
-)
-def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentValueError, match=message):
-        DistributedDataParallel(nn.Linear(1, 1), **arguments)
-
-
 def reduced(rank: int, of_module: bool) -> list[float]:
     torch.manual_seed(rank)
     model = nn.Linear(2, 1).bfloat16()
@@ -103,11 +90,6 @@ def test_reducer(ranks: Ranks, of_module: bool) -> None:
     first, second = ranks.run(reduced, of_module)
     assert first == second
     assert first[:2] == [1.5, 1.5]
-
-
-def test_reducer_needs_a_group() -> None:
-    with pytest.raises(UsageError, match="init_process_group"):
-        Reducer(nn.Linear(1, 1))
 
 
 # ---- SyncBatchNorm

@@ -488,30 +488,6 @@ def test_scales_move_as_paddles_do(name: str) -> None:
     assert scales == RECORDED["scales"][name]
 
 
-@pytest.mark.parametrize(
-    ("configs", "message"),
-    [
-        ("O3", "The level of amp_configs should be 'O0', 'O1' or 'O2'"),
-        ({"level": "o1"}, r"amp_configs\['level'\] should be"),
-        ({"foo": 1}, "unknown keys"),
-        ({"use_pure_fp16": True}, "'level': 'O2'"),
-        ({"level": "O2", "use_fp16_guard": True}, "static graph mode only"),
-        ({"level": "O2", "custom_white_list": ["no_such_op"]}, "no_such_op"),
-        ({"level": "O2", "init_loss_scaling": -1.0}, "-1"),
-        ({"level": "O2", "custom_white_list": ["relu"], "custom_black_list": ["relu"]}, "relu"),
-        (3, "a level or a dict"),
-    ],
-)
-def test_refusals_change_nothing(configs: Any, message: str) -> None:
-    model = halfstep.Model(network())
-    optimizer = torch.optim.SGD(model.network.parameters(), lr=0.1)
-    with pytest.raises(halfstep.HalfstepError, match=message):
-        model.prepare(optimizer, nn.CrossEntropyLoss(), amp_configs=configs)
-    assert all(param.dtype == torch.float32 for param in model.network.parameters())
-    with pytest.raises(halfstep.HalfstepError, match="needs an optimizer and a loss"):
-        model.fit([], verbose=0)
-
-
 def test_what_was_prepared_can_be_read() -> None:
     model = halfstep.Model(network())
     assert model.optimizer is None

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from halfstep.apex.contrib import optimizers as contrib  # noqa: F401 - as above
 from torch import nn
 from torch.utils.data import DataLoader
 
 import halfstep
-from halfstep import amp, fp16_utils, numerics, oplists, optimizers, parallel, static
+from halfstep import amp, fp16_utils, metrics, multi_tensor, numerics, oplists, optimizers, parallel, static
+from halfstep.apex import RNN, reparameterization  # noqa: F401 - the tables use it
+from halfstep.apex import optimizers as apex_optimizers  # noqa: F401 - as above
 from halfstep.numerics import Row
+from halfstep.scaling import NoLossScale  # noqa: F401 - as above
 
 from . import worlds
 from .worlds import World
@@ -32,6 +36,10 @@ def bring(models: Any, optimizers: Any) -> Any:
 
 def initialize(w: World, **options: Any) -> Any:
     return amp.initialize(w.model, w.optimizer, **{"opt_level": "O2", "verbosity": 0, **options})
+
+
+def by_policy(w: World, policy: Any, **options: Any) -> Any:
+    return amp.initialize(w.model, w.optimizer, policy=policy, verbosity=0, **options)
 
 
 def decorate(w: World, **options: Any) -> Any:
@@ -152,7 +160,7 @@ def saved(w: World, **changes: Any) -> dict[str, Any]:
     return {**w.optimizer.state_dict(), **changes}
 
 
-_MODULES = (math, torch, nn, amp, fp16_utils, numerics, oplists, optimizers, parallel, static)
+_MODULES = (math, torch, nn, amp, fp16_utils, metrics, multi_tensor, numerics, oplists, optimizers, parallel, static)
 NAMES: dict[str, Any] = {
     **{module.__name__.rpartition(".")[2]: module for module in _MODULES},
     **{name: getattr(halfstep, name) for name in halfstep.__all__},
