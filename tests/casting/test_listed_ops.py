@@ -32,6 +32,9 @@ IMAGE = (1, 2, 4, 4)
 ROWS: dict[str, str] = {  # the slots of a call -> ops that take them and nothing else
     "3x4": """
         exp expm1 exp2 cosh sinh tan square log log10 log2 log1p acos asin atanh erfinv reciprocal rsqrt
+        amax amin tril triu hardswish hardsigmoid hardshrink silu diag unbind hardtanh logit nan_to_num linalg_vander t
+        squeeze flatten contiguous clone detach empty_like zeros_like ones_like rand_like randn_like bernoulli poisson
+        special_bessel_j0 special_bessel_y0 special_erfcx special_log_ndtr special_modified_bessel_i0 special_ndtri
         tanhshrink softplus gelu sum nansum mean nanmean prod std var std_mean var_mean cov corrcoef norm
         normalize trapz trapezoid cumulative_trapezoid histc
         """,
@@ -44,6 +47,7 @@ ROWS: dict[str, str] = {  # the slots of a call -> ops that take them and nothin
         fft_hfftn fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn
         """,
     "3x4 3x4": """
+        max min floor_divide clamp_min clamp_max view_as expand_as binomial special_zeta
         logaddexp logaddexp2 float_power cdist pairwise_distance minimum fmax fmin hypot copysign remainder
         fmod kron isclose allclose inner heaviside linalg_vecdot complex
         """,
@@ -175,7 +179,7 @@ def istft(x: torch.Tensor) -> torch.Tensor:
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    for prefix, space in (("linalg_", torch.linalg), ("fft_", torch.fft)):
+    for prefix, space in (("linalg_", linalg), ("fft_", torch.fft), ("special_", torch.special)):
         if name.startswith(prefix):
             return getattr(space, name.removeprefix(prefix))
     for space in (F, torch, torch.Tensor):
@@ -231,28 +235,6 @@ def run(
 BOTH = pytest.mark.parametrize("both", [False, True], ids=["alone", "both"])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("half", HALVES)
-@BOTH
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", of_ops(public(HALF)))
-def test_half(name: str, device: str, both: bool, half: torch.dtype) -> None:
-    assert run(name, half, [torch.float32], device, both) == {half}
-    assert run(name, half, [half, torch.float32], device, both) == {half}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("half", HALVES)
-@BOTH
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", of_ops(public(FLOAT)))
-@pytest.mark.filterwarnings("ignore:.*(deprecated|float_power).*")
-def test_float(name: str, device: str, both: bool, half: torch.dtype) -> None:
-    wide = {torch.float64 if name == "float_power" else torch.float32}
-    assert run(name, half, [half], device, both) == wide
-    assert run(name, half, [torch.float32], device, both) == wide
-
-
 TRUTH_VALUES = {"eq", "ne", "ge", "gt", "le", "lt", "equal", "isclose", "allclose"}
 
 
@@ -260,13 +242,14 @@ TRUTH_VALUES = {"eq", "ne", "ge", "gt", "le", "lt", "equal", "isclose", "allclos
 @pytest.mark.parametrize("half", HALVES)
 @BOTH
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", of_ops(public(PROMOTE | SEQUENCE)))
-@pytest.mark.filterwarnings("ignore:index_reduce")
-def test_promote(name: str, device: str, both: bool, half: torch.dtype) -> None:
+@pytest.mark.parametrize("name", of_ops(public(HALF | FLOAT | PROMOTE | SEQUENCE)))
+@pytest.mark.filterwarnings("ignore:.*(deprecated|float_power|index_reduce).*")
+def test_listed_ops(name: str, device: str, both: bool, half: torch.dtype) -> None:
+    wide = torch.float64 if name == "float_power" else torch.float32
     for dtypes in ([half, torch.float32], [torch.float32, half], [half], [torch.float32]):
         kept = dtypes == [half] and (half is torch.bfloat16 or name not in ("dot", "vdot"))  # these add as sum does
-        widest = half if kept else torch.float32
-        assert run(name, half, dtypes, device, both) == (set() if name in TRUTH_VALUES else {widest}), dtypes
+        wanted = half if name in HALF or (kept and name not in FLOAT) else wide
+        assert run(name, half, dtypes, device, both) == (set() if name in TRUTH_VALUES else {wanted}), dtypes
 
 
 @pytest.mark.parametrize("half", HALVES)
