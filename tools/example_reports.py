@@ -12,10 +12,11 @@ from torch import nn
 from halfstep import amp, numerics
 from halfstep.cli.app import app
 from halfstep.cli.run_report import recording, write_report
+from tools import search_picture
 
 
 def main(folder: Path) -> None:
-    """Write demo.html, numerics.html, comparison.html and run.html into a folder."""
+    """Write demo.html, numerics.html, comparison.html, run.html and search.html into a folder."""
     torch.set_num_threads(1)  # for so little work others only get in the way
     app(["demo", "--device", "cpu", "--epochs", "1", "--width", "8", "--out", str(folder)], standalone_mode=False)
     os.replace(folder / "report.html", folder / "demo.html")
@@ -24,6 +25,7 @@ def main(folder: Path) -> None:
         candidate = _train("O2", folder / "numerics.html")
     numerics.compare(reference, candidate).report(folder / "comparison.html")
     write_report(folder / "run.html", record, "train.py", "halfstep run --report run.html train.py", "It ended well.")
+    search_picture.example().report(folder / "search.html", "halfstep search unet.py:setup --level O2")
 
 
 def _train(level: str, report: Path) -> list[numerics.Row]:

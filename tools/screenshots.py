@@ -57,8 +57,8 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        make = [sys.executable, ROOT / "tools/example_reports.py", folder]
-        subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+        make = [sys.executable, "-m", "tools.example_reports", folder]
+        subprocess.run(make, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
         reports = sorted(path.name for path in Path(folder).glob("*.html"))
         (Path(folder) / "halfstep").symlink_to(given.site.resolve())  # where the site will be published, too
         with served(Path(folder)) as server, Chromium(program) as chromium:

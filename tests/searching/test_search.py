@@ -20,6 +20,7 @@ from halfstep import Guard, HalfstepError, SearchResult, amp
 from halfstep.cli.app import app
 from halfstep.formats.layers import recipe_of
 from halfstep.formats.recipe import RECIPES, Recipe
+from tools import search_picture
 
 from .planted import KINDS, Chain, Planted, planted, step
 
@@ -329,6 +330,14 @@ def test_a_page_and_a_table(tmp_path: Path) -> None:
     shares = [share for share, _ in result.frontier()]
     assert shares == sorted(shares)
     assert 0.0 <= shares[0] <= shares[-1] == 1.0
+    here = {outcome.loss for _, outcome in result.runs if outcome.reference == result.runs[0][1].reference}
+    assert {loss for _, loss in result.frontier()} <= here  # not of the batches that confirm
+
+
+def test_the_picture_of_the_page_is_of_its_saved_result() -> None:
+    saved = SearchResult.load(search_picture.IMAGES / "search.json")
+    assert (search_picture.IMAGES / "search.svg").read_text() == search_picture.draw(saved)
+    assert saved.keep == ("middle.1",)
 
 
 def not_finite(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -340,7 +349,12 @@ def with_backward(model: nn.Module, batch: Batch) -> torch.Tensor:
     return step(model, batch)
 
 
-OTHER = nn.Linear(4, 5)
+def flat(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return model(batch[0]).mean()
+
+
+OTHER, BAD = nn.Linear(4, 5), nn.Conv2d(5, 5, 1)
+BAD.weight.data.fill_(math.nan)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no batches": ({"batches": []}, "0 batches"),
     "one batch": ({"batches": iter([1])}, "1 batches"),
@@ -350,7 +364,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a backward pass": ({"step": with_backward}, "ran a backward pass"),
     "another model": ({"step": lambda model, batch: OTHER(torch.ones(4)).sum()}, "did not call the model"),
     "no gradient": ({"step": lambda model, batch: step(model, batch).detach()}, "no gradient"),
-    "NaN in fp32": ({"step": not_finite}, "not finite in fp32"),
+    "NaN in fp32": ({"step": not_finite}, "not finite in fp32.*step computes it"),
+    "NaN in a module": ({"model": nn.Sequential(nn.Conv2d(8, 5, 1), BAD), "step": flat}, "1 is the first module"),
+    "a progress": ({"progress": 3}, "progress=3"),
+    "keep of no unit": ({"keep": ["nope"]}, "'nope' is no unit"),
     "no parameters": ({"model": nn.Sequential(nn.ReLU())}, "no parameters"),
     "16 bits": ({"model": nn.Linear(2, 2).half()}, "in 16 bits already"),
     "no model": ({"model": 3}, "torch.nn.Module"),

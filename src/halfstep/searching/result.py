@@ -161,12 +161,17 @@ class SearchResult(Shown):
         ]
 
     def frontier(self) -> list[tuple[float, float]]:
-        """Pairs (share of flops below fp32, loss) of the guarded runs, by the share."""
+        """Pairs (share of flops below fp32, loss) of the guarded runs, by the share; of runs with a share, the best.
+
+        Runs on the fresh batches that confirm the answer have other losses, and are left out.
+        """
         total = sum(self.flops.values()) or 1
-        pairs = {}
+        pairs: dict[float, Outcome] = {}
         for wide, outcome in self.runs:
-            pairs[1.0 - sum(self.flops.get(name, 0) for name in wide) / total] = outcome.loss
-        return sorted(pairs.items())
+            share = 1.0 - sum(self.flops.get(name, 0) for name in wide) / total
+            if outcome.reference == self.runs[0][1].reference:
+                pairs[share] = min(pairs.get(share, outcome), outcome, key=lambda each: abs(each.difference))
+        return [(share, pairs[share].loss) for share in sorted(pairs)]
 
     def report(self, path: str | Path, command: str | None = None) -> None:
         """Write one self-contained HTML page with the answer, the scores and the guarded runs.
@@ -196,8 +201,8 @@ class SearchResult(Shown):
             [
                 str(n),
                 ", ".join(wide) or "none",
-                f"{one.loss:.6g}",
-                f"{one.reference:.6g}",
+                f"{one.loss:.5g}",
+                f"{one.reference:.5g}",
                 "yes" if one.passed else "no",
             ]
             for n, (wide, one) in enumerate(self.runs, 1)

@@ -104,8 +104,11 @@ def search(
     check_count("score_batches", score_batches)
     if budget is not None:
         check_count("budget", budget)
+    keep = keep if keep is None or isinstance(keep, str) else list(keep)
     if isinstance(keep, str):
         raise ArgumentTypeError(f"keep={keep!r} must be a list of names or patterns: keep=[{keep!r}].")
+    if not callable(progress):
+        check_switch("progress", progress)
     halves = _split(batches, score_batches)
     say = _log if progress is True else progress if callable(progress) else _silent
     with same_random_numbers(model):
@@ -113,6 +116,10 @@ def search(
         units = seen.ops() if unit == "op" else seen.modules(model)
         if products is not None:
             units, flops = setting.units(), _of_units(setting, flops)
+        for one in keep or ():
+            if not chosen(units, [one]):
+                names = ", ".join(units)
+                raise ArgumentValueError(f"keep={one!r} is no unit, no module with units and no pattern of: {names}.")
         limit = _RANGE[setting.dtype] if products is None else math.inf
         beyond = seen.beyond(limit, terms=limit)
         finder = Finder(
@@ -227,6 +234,9 @@ def _watch(model: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any) 
         raise UsageError("step ran a backward pass; let it return the loss only: search runs the backward passes.")
     if not seen.called:
         raise UsageError("step did not call the model that it was given: use its argument, as search passes copies.")
+    if not math.isfinite(loss.detach()):
+        first = f"{seen.first} is the first module with" if seen.first else "the step computes it, as no module has"
+        raise UsageError(f"The loss is not finite in fp32, so no dtype helps: {first} inf or NaN.")
     if loss.grad_fn is None:
         raise UsageError("The loss of step has no gradient: it must come from the model, outside torch.no_grad().")
     root = type(copy).__name__

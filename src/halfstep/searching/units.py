@@ -56,6 +56,7 @@ class Seen:
         own: the canonical names of the functions that each module called outside its submodules.
         largest: the largest absolute number that each module read or gave, or has as a weight.
         terms: the largest number of terms in a sum that each module computed outside its submodules.
+        first: the first module with a weight, an input or a result that is not finite; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -63,6 +64,7 @@ class Seen:
         self.own: dict[str, set[str]] = {}
         self.largest: dict[str, float] = {}
         self.terms: dict[str, int] = {}
+        self.first: str | None = None
 
     def entered(self, call: Any, args: Any, kwargs: Any) -> None:
         """Note a call of a module, and its inputs."""
@@ -78,6 +80,8 @@ class Seen:
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
                 with DisableTorchFunction():  # the watch would take them for ops of the module
                     amax = float(value.detach().abs().amax())
+                if self.first is None and not math.isfinite(amax):
+                    self.first = name
                 self.largest[name] = max(self.largest.get(name, 0.0), amax)
 
     def beyond(self, limit: float, terms: float) -> set[str]:
