@@ -69,11 +69,11 @@ def test_a_loss_between_two_optimizers_does_not_touch_what_they_share(first_with
     scaler = amp.GradScaler(init_loss_scaling=128.0)
     for iteration in range(4):
         scaler.scale(shared.sum()).backward()
-        scaler.clip_grad_norm_(first, 0.5)
+        scaler.unscale_(first)
+        scaler.clip_grad_norm_(first, 0.5)  # after `unscale_` it only clips
         if iteration >= first_with_two:
             scaler.scale(own.sum()).backward()
             scaler.unscale_(second)
             assert (shared.grad.item(), own.grad.item()) == pytest.approx((0.5, 1.0))
-        for optimizer in (first, second):
-            optimizer.zero_grad()
+        shared.grad = own.grad = None
         scaler.update()
