@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from halfstep import amp as ours
 from halfstep.apex import amp
 from halfstep.core.errors import ArgumentValueError, UsageError
 from halfstep.core.loss_scale import DynamicLossScale
+from tests.compat.test_apex_names import table
 from tests.support.worlds import FP16, FP32, with_optimizer
 
 X = torch.ones(2, 2)
@@ -43,39 +45,12 @@ def bring_up(**options: Any) -> tuple[Any, Any]:
 # ---- lists
 
 
-APEX_LISTS = {
-    ("functional_overrides", "FP16_FUNCS"): "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
-    " conv_tbc linear",
-    (
-        "functional_overrides",
-        "FP32_FUNCS",
-    ): "interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm"
-    " group_norm local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy"
-    " hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss"
-    " multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss"
-    " soft_margin_loss triplet_margin_loss ctc_loss",
-    (
-        "torch_overrides",
-        "FP16_FUNCS",
-    ): "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
-    " prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm",
-    ("torch_overrides", "FP32_FUNCS"): "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow"
-    " cumprod cumsum dist norm prod std sum var renorm mean",
-    ("torch_overrides", "CASTS"): "addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne",
-    ("torch_overrides", "SEQUENCE_CASTS"): "cat stack",
-    ("tensor_overrides", "FP16_FUNCS"): "__matmul__ matmul mm",
-    ("tensor_overrides", "FP32_FUNCS"): "__ipow__ __pow__ __rpow__ exp sum",
-    (
-        "tensor_overrides",
-        "CASTS",
-    ): "__add__ __div__ __eq__ __ge__ __gt__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__"
-    " __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__",
-}
+APEX_LISTS = table("lists")
 
 
-@pytest.mark.parametrize(("module", "key"), APEX_LISTS)
-def test_lists_have_the_names_of_the_original(module: str, key: str) -> None:
-    assert set(APEX_LISTS[module, key].split()) <= set(getattr(getattr(amp.lists, module), key))
+@pytest.mark.parametrize("path", APEX_LISTS)
+def test_lists_have_the_names_of_the_original(path: str) -> None:
+    assert set(APEX_LISTS[path]) <= set(operator.attrgetter(path)(amp.lists))
 
 
 def test_lists_that_are_not_edited_change_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,131 +14,26 @@ from click.testing import CliRunner
 from halfstep.cli.migrate import command, migrate
 from tests.support.python import python
 
-SAME = [  # to halfstep: before, after
-    ("from apex import amp\n", "from halfstep import amp\n"),
-    ("from apex import amp, parallel as p  # both\n", "from halfstep import amp, parallel as p  # both\n"),
-    ("import apex.amp as mixed\n", "import halfstep.amp as mixed\n"),
-    ("from apex.fp16_utils import FP16_Optimizer\n", "from halfstep.fp16_utils import FP16_Optimizer\n"),
-    ("from apex.fp16_utils import *\n", "from halfstep.fp16_utils import *\n"),
-    ("from apex.optimizers import FusedAdam\n", "from halfstep.apex.optimizers import FusedAdam\n"),
-    (
-        "from apex import amp\na.amp = self.amp = amp if x else 0\n"
-        "a.amp.initialize(m)\nself.amp.initialize(m)\no.initialize(m)",
-        "from halfstep import amp\na.amp = self.amp = amp if x else 0\n"
-        'a.amp.initialize(m, dtype="float16")\nself.amp.initialize(m, dtype="float16")\no.initialize(m)',
-    ),
-    (
-        "from apex.parallel import DistributedDataParallel as DDP\n",
-        "from halfstep.parallel import DistributedDataParallel as DDP\n",
-    ),
-    ("from apex.parallel.LARC import LARC\n", "from halfstep.parallel import LARC\n"),
-    ("from apex.parallel import LARC\n", "from halfstep.apex.parallel import LARC\n"),
-    ("from apex.amp import _amp_state\n", "from halfstep.amp import _amp_state\n"),
-    ("from apex.amp._amp_state import _amp_state\n", "from halfstep.amp import _amp_state\n"),
-    ("from apex.contrib import clip_grad\n", "from halfstep.apex.contrib import clip_grad\n"),
-    ("from apex import amp, RNN\n", "from halfstep import amp\nfrom halfstep.apex import RNN\n"),
-    (
-        "from apex.multi_tensor_apply import multi_tensor_applier\n",
-        "from halfstep.multi_tensor import multi_tensor_applier\n",
-    ),
-    ("import amp_C\n", "import halfstep.multi_tensor as amp_C\n"),
-    (
-        "try:\n    from apex import amp\nexcept ImportError:\n    raise ImportError('Please install apex')\n",
-        "try:\n    from halfstep import amp\nexcept ImportError:\n    raise ImportError('Please install apex')\n",
-    ),
-    (
-        "import apex\nm = apex.parallel.convert_syncbn_model(m)\nx = apex.amp.scale_loss(l, o)\n",
-        "import halfstep.amp, halfstep.parallel\n"
-        "m = halfstep.parallel.convert_syncbn_model(m)\nx = halfstep.amp.scale_loss(l, o)\n",
-    ),
-    ("import apex\n", "import halfstep\n"),
-    (
-        "from apex import amp\nm, o = amp.initialize(m, o, opt_level='O2')\n",
-        "from halfstep import amp\nm, o = amp.initialize(m, o, opt_level='O2', dtype=\"float16\")\n",
-    ),
-    (
-        "from apex import amp as a\nm = a.initialize(\n    m,\n    opt_level=level,  # which\n)\n",
-        "from halfstep import amp as a\n"
-        'm = a.initialize(\n    m,\n    opt_level=level,  # which\n    dtype="float16",\n)\n',
-    ),
-    ("from apex import amp\nh = amp.init()\n", 'from halfstep import amp\nh = amp.init(dtype="float16")\n'),
-    (
-        "from apex import amp\nm = amp.initialize(m, opt_level='O5')\n",
-        "from halfstep import amp\nm = amp.initialize(m, opt_level='O5')\n",
-    ),
-    (
-        "if   x :  # odd   spacing\n\tfrom apex import amp ;  y = {1:2}\nelse: pass\n",
-        "if   x :  # odd   spacing\n\tfrom halfstep import amp ;  y = {1:2}\nelse: pass\n",
-    ),
-    ("amp = 3\napex = amp.initialize\n", "amp = 3\napex = amp.initialize\n"),
-    ("from .apex import amp\n", "from .apex import amp\n"),
-    (
-        "import amp_C\nimport apex_C as c\nx = amp_C.multi_tensor_l2norm\ny = c.flatten\n",
-        "import halfstep.multi_tensor as amp_C\nimport halfstep.apex.apex_C as c\n"
-        "x = amp_C.multi_tensor_l2norm\ny = c.flatten\n",
-    ),
-    (
-        "import apex.parallel, torch\nx = apex.parallel.Reducer\ny = apex.amp._amp_state.loss_scalers\n",
-        "import halfstep.parallel, halfstep.amp, torch\n"
-        "x = halfstep.parallel.Reducer\ny = halfstep.amp._amp_state.loss_scalers\n",
-    ),
-    (
-        "try:\n    import apex\nexcept ImportError:\n    apex = None\nif apex is not None:\n    apex.amp.init\n",
-        "try:\n    import halfstep.amp\nexcept ImportError:\n    halfstep = None\n"
-        "if halfstep is not None:\n    halfstep.amp.init\n",
-    ),
-    (
-        "from apex import amp\n\ndef f(amp, m):\n    amp.initialize(m)\n    return [amp.unheard_of for amp in m]\n",
-        "from halfstep import amp\n\ndef f(amp, m):\n    amp.initialize(m)\n    return [amp.unheard_of for amp in m]\n",
-    ),
+
+def rows() -> Iterator[tuple[str, str]]:
+    """The scripts of ``migrate.txt``: before, an arrow, after, and a line of dashes."""
+    for block in Path(__file__).with_name("migrate.txt").read_text(encoding="utf-8").split("----\n"):
+        before, arrow, after = block.lstrip("\n").partition("=>\n")
+        if arrow:
+            yield before, after
+
+
+IN_BYTES = [  # what an editor may change
+    ("\ufefffrom apex import amp\n", "\ufefffrom halfstep import amp\n"),
     (
         "from apex import (\n\tamp,  # casts\n\tparallel,\n)\r\nx = 'é'; m = amp.initialize((m), *a, **k)  # é\r\n",
         "from halfstep import (\n\tamp,  # casts\n\tparallel,\n)\r\n"
         "x = 'é'; m = amp.initialize((m), *a, **k, dtype=\"float16\")  # é\r\n",
     ),
-    (
-        "from apex import amp\nm = amp.initialize(\n    m,\n    opt_level=(level)  # which\n)\n",
-        "from halfstep import amp\n"
-        'm = amp.initialize(\n    m,\n    opt_level=(level),  # which\n    dtype="float16"\n)\n',
-    ),
-    (
-        "from apex import amp\nm = amp.initialize(m, opt_level=(level), )\n",
-        'from halfstep import amp\nm = amp.initialize(m, opt_level=(level), dtype="float16", )\n',
-    ),
-    ("if x: from apex import amp, RNN\n", "if x: from halfstep import amp; from halfstep.apex import RNN\n"),
-    (
-        "def a():\n    global amp\n    from apex import amp\n\ndef b(m):\n    return amp.initialize(m)\n",
-        "def a():\n    global amp\n    from halfstep import amp\n\n"
-        'def b(m):\n    return amp.initialize(m, dtype="float16")\n',
-    ),
-    (
-        "from apex.parallel \\\n    import Reducer as R, \\\n    convert_syncbn_model\n",
-        "from halfstep.parallel \\\n    import Reducer as R, \\\n    convert_syncbn_model\n",
-    ),
-    ("import apex\nprint(f'{apex.amp.init} apex')\n", "import halfstep.amp\nprint(f'{halfstep.amp.init} apex')\n"),
-    (
-        "from apex.multi_tensor_apply import multi_tensor_applier as m\nimport apex.contrib.xentropy as x\n",
-        "from halfstep.multi_tensor import multi_tensor_applier as m\nimport halfstep.apex.contrib.xentropy as x\n",
-    ),
-    (
-        "from apex import amp\nimport apex.amp as a\namp.lists.functional_overrides.FP16_FUNCS\na.initialize(m)\n",
-        "from halfstep.apex import amp\nimport halfstep.apex.amp as a\namp.lists.functional_overrides.FP16_FUNCS\n"
-        'a.initialize(m, dtype="float16")\n',
-    ),
-    (
-        "from apex.optimizers import FP16_Optimizer, FusedAdam\nfrom apex.amp.frontend import O3\n",
-        "from halfstep.apex.optimizers import FP16_Optimizer, FusedAdam\nfrom halfstep.apex.amp.frontend import O3\n",
-    ),
-    (
-        "from apex.normalization.fused_layer_norm import FusedLayerNorm as N\n",
-        "from halfstep.apex.normalization.fused_layer_norm import FusedLayerNorm as N\n",
-    ),
-    ("\ufefffrom apex import amp\n", "\ufefffrom halfstep import amp\n"),
-    ("def f():\n\tx = 'no apex here'\t# apex\n", "def f():\n\tx = 'no apex here'\t# apex\n"),
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), SAME)
+@pytest.mark.parametrize(("before", "after"), [*rows(), *IN_BYTES])
 def test_to_halfstep(before: str, after: str) -> None:
     found = migrate(before)
     assert found.after == after
