@@ -229,7 +229,7 @@ def test_what_is_refused(a: Any, b: Any, text: str | None, tmp_path: Path) -> No
     if isinstance(b, nn.Module) and not isinstance(b, nn.Linear):
         b.add_module("z", nn.Linear(16, 4))
     if b == "no.pt":
-        b, text = tmp_path / b, "is no saved run"
+        b, text = tmp_path / b, "is not a saved run"
         b.write_text("no")
     if text is None:
         assert not parity(a, b, X)

@@ -311,12 +311,15 @@ def test_a_trace_that_is_none_says_so(tmp_path: Path) -> None:
     for text in ("no trace", "{}", "[1, 2]", '{"traceEvents": [{"ph": "X", "cat": "kernel"}]}', '{"traceEvents": 3}'):
         path = tmp_path / "x.json"
         path.write_text(text)
-        with pytest.raises(halfstep.HalfstepError, match=r"no Chrome trace.*export_chrome_trace|no events of a device"):
+        refused = r"not a Chrome trace.*export_chrome_trace|no events of a device"
+        with pytest.raises(halfstep.HalfstepError, match=refused):
+            halfstep.HalfstepError, match=r"not a Chrome trace.*export_chrome_trace|no events of a device"
+        ):
             Profile.from_trace(path)
     (tmp_path / "x.json.gz").write_bytes(gzip.compress(b"{}")[:-4])
-    with pytest.raises(ValueError, match="no Chrome trace"):
+    with pytest.raises(ValueError, match="not a Chrome trace"):
         Profile.from_trace(tmp_path / "x.json.gz")
-    with pytest.raises(ValueError, match="is no file"):
+    with pytest.raises(ValueError, match="is not a file"):
         Profile.from_trace(tmp_path / "nowhere.json")
 
 

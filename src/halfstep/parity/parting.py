@@ -97,8 +97,8 @@ class _Side:
     def order_of_eps(self) -> tuple[str, ...]:
         """The order of the next root, and of the next small constant that is added.
 
-        The ops right before the parting count, too: a constant that is lost in rounding, and a root before it that both
-        sides have, are no difference in numbers.
+        The ops right before the parting also count: a constant that is lost in rounding, and a root before it that both
+        sides have, do not change numbers.
         """
         found = []
         before = {j for i in self.ops[:1] for j in self.rows[i].inputs}

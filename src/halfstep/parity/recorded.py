@@ -190,7 +190,7 @@ class SideRun:
         except (pickle.UnpicklingError, RuntimeError, EOFError):
             saved = None
         if not isinstance(saved, tuple) or saved[0] != _FORMAT:
-            raise ArgumentValueError(f"{path} is no saved run. parity.record(model, inputs).save(path) writes one.")
+            raise ArgumentValueError(f"{path} is not a saved run. parity.record(model, inputs).save(path) writes one.")
         _, name, rows, facts, outputs = saved
         return SideRun(name, [LinkedRow(**row) for row in rows], facts, outputs)
 

@@ -62,7 +62,7 @@ def parity(a: Side, b: Side, inputs: Any = None, *, reference: str | None = "flo
     Raises:
         ArgumentTypeError: for a side that cannot be called or returns no tensor.
         ArgumentValueError: for outputs of different structure, modules that do not align, another reference, or a file
-            that is no saved run.
+            that is not a saved run.
         UsageError: if a side raises.
     """
     if reference not in ("float64", None):

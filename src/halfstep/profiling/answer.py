@@ -59,7 +59,7 @@ class Profile(Shown):
             chip: the device, such as "H100" or "MI300X"; None for the one that the trace names.
 
         Raises:
-            ArgumentValueError: for a file that is missing or is no trace, and for a chip that is not known.
+            ArgumentValueError: for a file that is missing or is not a trace, and for a chip that is not known.
             UsageError: for a trace without events of a device.
         """
         trace = read_trace(path)
@@ -85,7 +85,7 @@ class Profile(Shown):
             del left[0]
         if left:
             text.append(f"and {', '.join(each.code for each in left)}: see findings")
-        return "\n".join(text if self.findings else [*text, "nothing found that would bring 3 % of a step"])
+        return "\n".join(text if self.findings else [*text, "no cause found that would save 3 % of a step"])
 
     def _shown(self) -> list[tuple[str, float]]:
         found = [(kind, ms) for kind, ms in self.kinds.items() if ms >= 0.005 * self.total_ms and ms > 0.0]

@@ -102,7 +102,7 @@ def launch_bound(account: Account) -> Iterator[Cause]:
     if count / account.steps >= 30 or (account.trace.on_gpu and count >= 5):
         mean = account.busy / max(len(account.works), 1)
         what = "kernels" if account.trace.on_gpu else "ops"
-        text = f"launch-bound: {count // account.steps:,} {what}, {mean:.3g} us in the mean; the host is behind"
+        text = f"launch-bound: {count // account.steps:,} {what}, {mean:.3g} us each on average; the host is too slow"
         yield Cause(us, _names(model), text, {"launches": count // account.steps, "mean_us": mean})
 
 
@@ -112,7 +112,7 @@ def host_waits(account: Account) -> Iterator[Cause]:
     us = covered(union([*account.waits, *account.reads]))
     if reads:
         count = len(reads) / account.steps
-        text = f"{counted(round(count), 'number is', 'numbers are')} read by the host, one by one"
+        text = f"{counted(round(count), 'value is', 'values are')} read by the host, one at a time"
         yield Cause(us, ".item()", text, {"reads": count})
 
 
@@ -152,8 +152,8 @@ def misaligned(account: Account) -> Iterator[Cause]:
         padded = -(-off // (16 // size)) * (16 // size)
         least = sum(_least(account, each) / _REACHED for each in _once(works)) * padded / off
         what = f"{works[0].op} {works[0].dtype} {text}"
-        channels = "channels" if first.what == "convolution" else "side by side"
-        message = f"{off} {channels} are no multiple of {16 // size}, the numbers of 16 bytes"
+        channels = "channels" if first.what == "convolution" else "elements per row"
+        message = f"{off} {channels} are not a multiple of {16 // size}, which fill 16 bytes"
         fix = f"pad {off} to {padded}: nn.Linear(..., {padded}), and leave the rest of the result out"
         if first.what == "convolution":
             fix = f"pad the images to {padded} channels: F.pad(x, (0, 0, 0, 0, 0, {padded - off}))"
@@ -307,7 +307,7 @@ def denormals(account: Account) -> Iterator[Cause]:
             us += each.piece.time * share * (1 - 1 / max(cost, 1.0))
             hit.append(each)
     if hit:
-        text = f"{max(shares.values()):.0%} of a tensor's numbers are denormal, and cost up to {max(costs):.3g} times"
+        text = f"{max(shares.values()):.0%} of a tensor's values are denormal, up to {max(costs):.3g} times as slow"
         yield Cause(us, _names(hit), text)
 
 
@@ -326,7 +326,7 @@ def optimizer(account: Account) -> Iterator[Cause]:
     least = 1e3 * account.machine.ms("float32", 0.0, 28.0 * weights) * account.steps
     count = len(works) // account.steps
     if count > 4:
-        text = f"the step of the optimizer runs {count:,} ops, and not one fused"
+        text = f"the optimizer step runs {count:,} ops instead of one fused kernel"
         yield Cause(us - min(least, us * 0.7), _names(works), text, {"ops": count})
 
 
@@ -335,7 +335,7 @@ def zeroed(account: Account) -> Iterator[Cause]:
     works = [each for each in account.works if each.zeroes]
     added = [each for each in account.works if each.op == "add_" and each.accumulates]
     if works:
-        text = f"gradients are set to zero, {len(works) // account.steps:,} times, and then added to"
+        text = f"gradients are zeroed {len(works) // account.steps:,} times and accumulated into, not freed"
         yield Cause(_time(works) + _time(added), _names(works), text)
 
 
@@ -345,7 +345,7 @@ def communication(account: Account) -> Iterator[Cause]:
     sent = [call for call in [*account.trace.calls, *account.trace.marks] if call.made or call.name.startswith("c10d")]
     wide = bool(account.half) and any("float32" in (*call.dtypes, call.made) for call in sent)
     fix = "" if not wide else "ddp.register_comm_hook(None, bf16_compress_hook), or gradients in 16 bits at O2"
-    text = f"{us / account.total:.0%} of the time ranks send while nothing is computed"
+    text = f"{us / account.total:.0%} of the time ranks communicate and compute nothing"
     yield Cause(us / 2 if wide else us, "all_reduce", text + (", in float32" if wide else ""), {}, fix)
 
 

@@ -58,7 +58,7 @@ class Call:
         name: the name of the op.
         start: the start in microseconds.
         end: the end.
-        dims: the sizes of its arguments; [] for arguments that are no tensors.
+        dims: the sizes of its arguments; [] for arguments that are not tensors.
         dtypes: the dtypes of its arguments; "" for what is not floating point.
         strides: the strides of its arguments.
         parent: the call in which it runs.
@@ -147,7 +147,7 @@ def read_trace(path: str | Path) -> ChromeTrace:
     """Read a Chrome trace of torch.profiler, also one that gzip has packed.
 
     Raises:
-        ArgumentValueError: for a file that is missing, or is no such trace.
+        ArgumentValueError: for a file that is missing or is not such a trace.
         UsageError: for a trace without events of a device.
     """
     path = Path(path)
@@ -156,10 +156,10 @@ def read_trace(path: str | Path) -> ChromeTrace:
         known = parsed(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
         trace = trace_of(_events(known), _chip(known))
     except FileNotFoundError:
-        raise ArgumentValueError(f"{str(path)!r} is no file; give the path of a trace.") from None
+        raise ArgumentValueError(f"{str(path)!r} is not a file; give the path of a trace.") from None
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArgumentValueError(
-            f"{str(path)!r} is no Chrome trace of torch.profiler ({type(error).__name__}: {str(error)[:80]}). "
+            f"{str(path)!r} is not a Chrome trace of torch.profiler ({type(error).__name__}: {str(error)[:80]}). "
             "Write one with profiler.export_chrome_trace(path)."
         ) from None
     if not trace.on_gpu and not any(mark.name == STEP for mark in trace.marks):
