@@ -208,6 +208,13 @@ def test_compiled_code() -> None:
     assert "100%" in first.note
     assert parity(model, torch.compile(model, backend="eager"), X.bfloat16())
 
+    def refuses(x: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(8, 8, dtype=x.dtype)
+        return F.scaled_dot_product_attention(x.exp(), x.sin(), x.cos(), attn_mask=mask).exp().sin()
+
+    first = parity(refuses, torch.compile(refuses), X.bfloat16()[None, None]).first
+    assert first is None or (first.kind, "does not run in float32" in first.note) == ("kernel", True)
+
 
 @pytest.mark.parametrize(
     ("a", "b", "text"),

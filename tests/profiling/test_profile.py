@@ -313,8 +313,6 @@ def test_a_trace_that_is_none_says_so(tmp_path: Path) -> None:
         path.write_text(text)
         refused = r"not a Chrome trace.*export_chrome_trace|no events of a device"
         with pytest.raises(halfstep.HalfstepError, match=refused):
-            halfstep.HalfstepError, match=r"not a Chrome trace.*export_chrome_trace|no events of a device"
-        ):
             Profile.from_trace(path)
     (tmp_path / "x.json.gz").write_bytes(gzip.compress(b"{}")[:-4])
     with pytest.raises(ValueError, match="not a Chrome trace"):

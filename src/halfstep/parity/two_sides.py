@@ -173,7 +173,11 @@ def _compiled_difference(runs: Sequence[SideRun], compiled: Sequence[bool]) -> D
     again = runs[side].again
     if found is None or again is None:
         return None
-    fused = again(below=lambda _: Fused())
+    try:
+        fused = again(below=lambda _: Fused())
+    except UsageError:  # a function that refuses float32 where it had 16 bits
+        at = _difference(ran, found, None, exact=False)
+        return replace(at, kind="kernel", more="", note="told from outputs: the graph does not run in float32")
     left, whole = (_distance(ran[side], of) for of in (fused, runs[side]))
     parted = part(runs[other], fused) if side else part(fused, runs[other])
     share = max(0.0, 1.0 - left / whole) if whole else 0.0
