@@ -10,6 +10,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,6 +109,13 @@ def test_imports_point_down(module: str) -> None:
 def test_every_path_on_the_map_exists() -> None:
     paths = re.findall(r"`([\w./-]+(?:/|\.\w{2,3}))`", (ROOT / "ARCHITECTURE.md").read_text())
     assert [path for path in paths if not any((top / path).exists() for top in (ROOT, SOURCES, ROOT / "tests"))] == []
+
+
+def test_class_names_are_unique() -> None:
+    """Apex has two classes ``LossScaler``; ``oplists.Entry`` and ``numerics.Entry`` are public names."""
+    trees = (ast.parse(path.read_text()) for path in FILES.values())
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} <= {"Entry", "LossScaler", "History"}
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

@@ -382,8 +382,7 @@ def test_interruptions_at_any_line_leave_the_casts_as_they_were(level: str, act:
         return interrupter
 
     expected, whole, wrong = now(), [], []
-    lines = run(-1, whole).lines
-    for at in range(lines):
+    for at in range(lines := run(-1, whole).lines):
         where = run(at, found := []).where
         wrong += [where] if now() != expected or (act and found != whole) else []
     assert lines > 20

@@ -35,7 +35,7 @@ from .arguments import (
     warn_of_slow_devices,
 )
 from .loss_scaler import LossScaler
-from .options import Properties, resolve, with_precision
+from .options import ResolvedProperties, resolve, with_precision
 from .session import Session, latest
 
 __all__ = ["initialize"]
@@ -172,7 +172,7 @@ def initialize(
     if precision is not None:
         return initialize(**with_precision(given))
     if not check_flag("enabled", enabled):
-        latest.session = Session(Properties(Policy(), "O1", enabled=False), 0)
+        latest.session = Session(ResolvedProperties(Policy(), "O1", enabled=False), 0)
         return returned(models, optimizers)
 
     model_list = as_models("amp.initialize", models)

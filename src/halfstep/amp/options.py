@@ -19,11 +19,11 @@ from ..core.loss_scale import check_loss_scale, loss_scale_text
 from ..core.oplists import OpLists
 from ..core.policy import LEVELS, Policy, check_policy, parse_level
 
-__all__ = ["ARGUMENTS", "Properties", "Resolved", "check_cast_ops", "resolve", "with_precision"]
+__all__ = ["ARGUMENTS", "Resolved", "ResolvedProperties", "check_cast_ops", "resolve", "with_precision"]
 
 
 @dataclass(frozen=True)
-class Properties:
+class ResolvedProperties:
     """A policy with Apex's names for the properties of an opt level, read-only.
 
     Attributes:
@@ -39,7 +39,7 @@ class Properties:
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, policy: Policy) -> Properties:
+    def of(cls, policy: Policy) -> ResolvedProperties:
         """Return the properties of a policy, with the nearest level."""
         halves = policy.param_dtype in HALF_DTYPES
         level = ("O2" if policy.master_weights else "O3") if halves else "O0"
@@ -77,8 +77,8 @@ class Resolved:
     """
 
     half: torch.dtype
-    options: Properties
-    defaults: Properties | None
+    options: ResolvedProperties
+    defaults: ResolvedProperties | None
 
     def banner(self, *, emulated: bool) -> str:
         """Return the log line at verbosity 1: the level with its dtype and overrides, or the policy.
@@ -136,7 +136,7 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
             f"state_dtype={given['state_dtype']!r} is for optimizers with master weights, and {level} has none; use "
             'opt_level="O2", or pass it to the optimizer: optimizers.fuse(optimizer, state_dtype=...).'
         )
-    return Resolved(half, Properties(policy, level, given=overrides), Properties(defaults, level))
+    return Resolved(half, ResolvedProperties(policy, level, given=overrides), ResolvedProperties(defaults, level))
 
 
 def with_precision(given: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _from_policy(policy: Policy, device_half: torch.dtype, given: Mapping[str, A
     check_policy(policy)
     dtypes = (policy.compute_dtype, policy.param_dtype, policy.output_dtype)
     half = next((each for each in dtypes if each in HALF_DTYPES), None) or device_half
-    return Resolved(half, Properties.of(policy), None)
+    return Resolved(half, ResolvedProperties.of(policy), None)
 
 
 # ---- the properties of a level; None keeps the default of the level

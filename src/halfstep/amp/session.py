@@ -23,7 +23,7 @@ from ..parameters.loss_scaler import saved_numbers
 from ..stepping.attached import AttachedOptimizer, attached_to, skipped_steps
 from ..stepping.scaled_backward import ScaledBackward
 from .loss_scaler import LossScaler
-from .options import Properties
+from .options import ResolvedProperties
 
 __all__ = ["Session", "latest", "load_state_dict", "master_params", "scale_loss", "state_dict", "steps_skipped"]
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("halfstep")
 class Session:
     """The properties and loss scalers of the models and optimizers of one ``amp.initialize`` call."""
 
-    options: Properties
+    options: ResolvedProperties
     verbosity: int
     loss_scalers: list[LossScaler] = field(default_factory=list)
 

@@ -6,9 +6,9 @@ mode on torch's stack, and torch names that are replaced while ops are cast.
 - Dynamo traces ``is_current``, ``push_traced`` and ``leave_traced`` (``dynamo`` calls them). They may read and write
   attributes of ``thread``, constants and torch's stack of modes, and nothing else: Dynamo could not guard it.
 - Frames tell if a scope is still open. Torch does not run the second hook of a call that a KeyboardInterrupt ends, so
-  ``close_interrupted`` compares ``Scope.frame`` with the frames that are running. Every function that opens or closes a
-  scope sets ``frame`` to ``ENDED`` and ``CastMode.frame`` to its own frame first, and changes the state in an order
-  from which ``close`` can start again, because an interrupt may come between any two lines.
+  ``close_interrupted`` compares ``OpScope.frame`` with the frames that are running. Every function that opens or
+  closes a scope sets ``frame`` to ``ENDED`` and ``CastMode.frame`` to its own frame first, and changes the state in an
+  order from which ``close`` can start again, because an interrupt may come between any two lines.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from .weight_cache import WeightCache
 
 __all__ = [
     "ENDED",
+    "OpScope",
     "Patches",
-    "Scope",
-    "Snapshot",
+    "ThreadSnapshot",
     "changing_first",
     "clear_cache",
     "close",
@@ -124,7 +124,7 @@ def changing_first(change: Callable[[Any], Any]) -> Wrap:
     return lambda own: functools.wraps(own)(lambda first, *args, **kwargs: own(change(first), *args, **kwargs))
 
 
-class Snapshot(NamedTuple):
+class ThreadSnapshot(NamedTuple):
     """The state of a thread before a scope, or before the thread joined its first session.
 
     Attributes:
@@ -152,7 +152,7 @@ class Snapshot(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Scope:
+class OpScope:
     """An open scope of a thread.
 
     Attributes:
@@ -166,7 +166,7 @@ class Scope:
 
     owner: object
     frame: FrameType | None
-    saved: Snapshot | None = None
+    saved: ThreadSnapshot | None = None
     patches: Patches | None = None
     watched: tuple[Any, int] | None = None
     casts: Made = dataclasses.field(default_factory=list)
@@ -190,10 +190,10 @@ class ThreadState(threading.local):
     def __init__(self) -> None:
         self.key = ""
         self.explicit = False
-        self.open: list[Scope] = []
+        self.open: list[OpScope] = []
         self.traced: list[Any] = []
         self.session: SessionEnd | None = None
-        self.outer: Snapshot | None = None
+        self.outer: ThreadSnapshot | None = None
         self.cache = WeightCache(self.open)
         self.mode = CastMode(self.cache, lambda: close_interrupted(in_op=True))
 
@@ -272,14 +272,14 @@ def clear_cache() -> None:
     torch.clear_autocast_cache()
 
 
-def save(devices: Iterable[str]) -> Snapshot:
+def save(devices: Iterable[str]) -> ThreadSnapshot:
     """Return the current state of this thread, with native autocast's on the given device types."""
     mode, native = thread.mode, [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     now = mode.config, mode.plan, mode.cache, mode.session, thread.key, thread.explicit
-    return Snapshot(*now, native, torch.is_autocast_cache_enabled(), function_modes())
+    return ThreadSnapshot(*now, native, torch.is_autocast_cache_enabled(), function_modes())
 
 
-def restore(saved: Snapshot, *, in_op: bool = False) -> None:
+def restore(saved: ThreadSnapshot, *, in_op: bool = False) -> None:
     """Restore a state of this thread; see ``set_current`` for ``in_op``."""
     set_native(saved.native)
     torch.set_autocast_cache_enabled(saved.native_cache)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .current import Scope
+from .current import OpScope
 from .dispatch import changed_ops
 from .scope import OpCasting, enter, leave
 
@@ -60,7 +60,7 @@ class FirstPasses:
 
     def begin(
         self, name: str, model: Any, args: Any, kwargs: Any, owner: Any, frame: Any = None, *, foreign: bool = False
-    ) -> Scope:
+    ) -> OpScope:
         """Begin a call of a method of the model, and watch it if it is among the first of its kind.
 
         Args:
@@ -83,7 +83,7 @@ class FirstPasses:
         scope.watched = (kind, changed_ops.count) if first else None
         return scope
 
-    def end(self, scope: Scope, error: BaseException | None = None) -> None:
+    def end(self, scope: OpScope, error: BaseException | None = None) -> None:
         """End a call. A watched call turns the mode on for good if an op was retried in it."""
         if scope.watched is None:
             if not self.on:

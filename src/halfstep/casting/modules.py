@@ -31,7 +31,7 @@ from . import dynamo
 from .buffers import UpdatedBuffers, buffers_to_keep
 from .config import dtype_of
 from .containers import Made, cast_tree
-from .current import Scope, clear_cache, leave_traced, thread
+from .current import OpScope, clear_cache, leave_traced, thread
 from .dynamo import not_by_itself
 from .first_passes import FirstPasses
 from .inputs import ModelInputs, ModuleInputs, write_back
@@ -142,7 +142,7 @@ class ModuleHooks:
         """Check the weights, cast the inputs and enter the casting, before ``forward``."""
         compiling = torch.compiler.is_dynamo_compiling()
         if self.explicit and self.casting is not None and thread.key == self.casting.key:
-            thread.traced.append(None) if compiling else thread.open.append(Scope(self, sys._getframe(1)))
+            thread.traced.append(None) if compiling else thread.open.append(OpScope(self, sys._getframe(1)))
             return None
         if compiling:
             return self._before_compiled(module, args, kwargs)
@@ -199,7 +199,7 @@ class ModuleHooks:
             return self.outputs if widened or not thread.explicit else None
         return None if self.casting is None or self.casting.dtype is torch.float32 else around
 
-    def _learn(self, module: nn.Module, scope: Scope, output: Any) -> None:
+    def _learn(self, module: nn.Module, scope: OpScope, output: Any) -> None:
         """Record a watched pass, and copy in-place writes on cast inputs back to the caller's tensors."""
         if self.passes is not None and (scope.watched is not None or output is None):
             self.passes.end(scope, sys.exc_info()[1] if output is None else None)

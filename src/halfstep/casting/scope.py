@@ -9,8 +9,8 @@ One casting (``OpCasting``) is current in a thread. It comes from one of three s
 
 A session is over when Python has freed its models and optimizers. No call announces this: the next op or scope of each
 thread checks it. An op checks from within the function mode, when torch has taken the mode off its stack and will push
-it again, so ``Session.leave`` may change the settings of the mode but not the stack. ``join_session`` does the rest at
-the next scope: it removes the mode, restores native autocast and ``thread.outer``. Both halves must stay.
+it again, so ``CastingSession.leave`` may change the settings of the mode but not the stack. ``join_session`` does the
+rest at the next scope: it removes the mode, restores native autocast and ``thread.outer``. Both halves must stay.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .autograd_functions import with_inputs_cast
 from .config import NOTHING, CastingConfig
 from .current import (
     ENDED,
+    OpScope,
     Patches,
-    Scope,
     changing_first,
     clear_cache,
     close,
@@ -101,7 +101,7 @@ NO_CASTING.by_call = _ONLY_MEETING.by_call = _ONLY_MEETING.reaches_later = True
 # ---- scopes of one thread
 
 
-def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None, *, explicit: bool = False) -> Scope:
+def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None, *, explicit: bool = False) -> OpScope:
     """Open a scope, and make its casting current unless an explicit scope around a model decides.
 
     Args:
@@ -118,7 +118,7 @@ def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None,
     elif thread.open or thread.traced:
         close_interrupted()
     # Add the scope to the list before anything changes, so that `close_interrupted` finds it after an interrupt here.
-    scope, outer, thread.mode.frame = Scope(owner, ENDED), thread.mode.frame, sys._getframe()
+    scope, outer, thread.mode.frame = OpScope(owner, ENDED), thread.mode.frame, sys._getframe()
     thread.open.append(scope)
     if explicit or not (thread.explicit or (is_current(casting) and not is_recorded())):
         # Turn off a user's torch.autocast around the scope, except for models that cast nothing themselves.
@@ -158,7 +158,7 @@ def disable_casts() -> AbstractContextManager[Any]:
 # ---- sessions of the process
 
 
-class Session:
+class CastingSession:
     """Op casting in the whole process outside models, as Apex has it at O1 and for its handle.
 
     Args:
@@ -193,11 +193,11 @@ class Session:
             set_native(thread.outer.native)
 
 
-sessions: list[Session] = []
+sessions: list[CastingSession] = []
 """The sessions that have not been found to be over, the latest last."""
 
 
-def _latest_session() -> Session | None:
+def _latest_session() -> CastingSession | None:
     """Return the latest session that is not over, or None; sessions that are over release torch's functions."""
     for session in [session for session in sessions if session.is_over()]:
         if session in sessions:
@@ -217,9 +217,9 @@ def begin_session(casting: OpCasting, owners: Iterable[object] = ()) -> None:
     Args:
         casting: the casting. The latest session decides, and a session that casts takes precedence over sessions that
             do not.
-        owners: see ``Session``.
+        owners: see ``CastingSession``.
     """
-    session = Session(casting, owners)
+    session = CastingSession(casting, owners)
     if casting.enabled:
         autograd_patches.hold(session)
     sessions.insert(len(sessions) if casting.enabled else 0, session)
@@ -283,7 +283,7 @@ def join_session() -> None:
         thread.session = thread.outer = None
 
 
-def _join(session: Session, *, in_op: bool = False) -> None:
+def _join(session: CastingSession, *, in_op: bool = False) -> None:
     """Make the casting of a session current in this thread; see ``set_current`` for ``in_op``."""
     native = session.casting.native
     if not session.casting.reaches_later:

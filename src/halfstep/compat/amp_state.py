@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..amp.loss_scaler import LossScaler
-from ..amp.options import Properties
+from ..amp.options import ResolvedProperties
 from ..amp.session import Session, latest, require_session
 from ..casting.current import clear_cache
 from ..casting.modules import ModuleHooks, hooks_of
@@ -85,7 +85,7 @@ class AmpState:
             scaler._max_loss_scale = scale
 
     @property
-    def opt_properties(self) -> Properties:
+    def opt_properties(self) -> ResolvedProperties:
         """The options of the latest session."""
         return require_session("amp._amp_state.opt_properties").options
 

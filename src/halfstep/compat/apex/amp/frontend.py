@@ -14,8 +14,7 @@ import torch.distributed as dist
 from ....amp import init as _init
 from ....amp import initialize as _initialize
 from ....amp import load_state_dict, master_params, state_dict
-from ....amp.options import ARGUMENTS
-from ....amp.options import Properties as _Resolved
+from ....amp.options import ARGUMENTS, ResolvedProperties
 from ....core.errors import ArgumentValueError, UsageError
 from ....core.loss_scale import DynamicLossScale
 from ....core.policy import LEVELS, Policy, parse_level
@@ -159,7 +158,7 @@ class _Level:
 
     def __call__(self, properties: Properties) -> Properties:
         """Set the properties of this level, in float16."""
-        properties.options.update(_Resolved.of(Policy.from_level(self.name, torch.float16)).options)
+        properties.options.update(ResolvedProperties.of(Policy.from_level(self.name, torch.float16)).options)
         return properties
 
 
