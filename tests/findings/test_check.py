@@ -12,7 +12,6 @@ from torch import nn
 
 import halfstep
 from halfstep import Finding, amp, optimizers
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from halfstep.diagnostics.findings.finding import grouped, share
 from tests.support.worlds import HALVES, scaled_step, with_optimizer
 
@@ -183,21 +182,6 @@ def test_a_model_that_has_not_stepped_is_not_read(reads: list[str]) -> None:
 
 
 # ---- arguments
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"model": 3}, ArgumentTypeError, "model must be a torch.nn.Module, not 3"),
-        ({"optimizer": 3}, ArgumentTypeError, "optimizer must be a torch.optim.Optimizer, not 3 of type int"),
-        ({"scaler": 3}, ArgumentTypeError, "scaler must be a torch or halfstep GradScaler, not 3 of type int"),
-        ({"policy": "O2"}, ArgumentTypeError, "policy must be a halfstep.Policy, not 'O2'"),
-        ({"accumulate": 0}, ArgumentValueError, "accumulate=0 must be a whole number, 1 or more"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: Any, text: str) -> None:
-    with pytest.raises(error, match=text):
-        halfstep.check(**{"model": Net(), **arguments})
 
 
 def test_a_batch_is_what_the_model_takes() -> None:

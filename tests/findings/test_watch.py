@@ -11,7 +11,6 @@ from torch import nn
 
 import halfstep
 from halfstep import amp, optimizers
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from tests.support.worlds import HALVES, advance, scaled_step, start_amp, with_optimizer
 
 
@@ -163,16 +162,3 @@ def test_training_is_the_same() -> None:
         train(model, optimizer)
         ends.append([*model.state_dict().values(), torch.get_rng_state()])
     assert all(map(torch.equal, *ends))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ((3,), ArgumentTypeError, "optimizer must be a torch.optim.Optimizer, not 3"),
-        ((torch.optim.SGD([torch.ones(1, requires_grad=True)]), 0), ArgumentValueError, "every=0 must be a whole"),
-    ],
-    ids=["optimizer", "every"],
-)
-def test_wrong_arguments_are_refused(arguments: Any, error: Any, text: str) -> None:
-    with pytest.raises(error, match=text):
-        halfstep.watch(*arguments)

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import DynamicLossScale, Policy, amp
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
 from halfstep.integrations.training_precision import TrainingPrecision
 from tests.integrations import direct_loop as direct
 from tools.code_lines import code_lines
@@ -90,25 +89,6 @@ def test_op_lists_are_those_of_amp() -> None:
     for lists in ({"custom_black_list": ["linear"]}, {"custom_wide_list": ["linear"]}):
         with TrainingPrecision("O2", "bfloat16", **lists).scope():  # type: ignore[arg-type]
             assert direct.classifier()[0](torch.randn(2, 12)).dtype is torch.float32  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"level": "O3"}, ArgumentValueError, "policy="),
-        ({"level": TrainingPrecision("O0"), "dtype": "bfloat16"}, UsageError, "not beside it"),
-        ({"dtype": "float32"}, ArgumentValueError, "is not 16-bit"),
-        ({"scaler": 128.0}, ArgumentTypeError, "GradScaler"),
-        ({"policy": "O2"}, ArgumentTypeError, "Policy"),
-        ({"policy": Policy(), "dtype": "bfloat16"}, UsageError, "Leave it out"),
-        ({"policy": Policy(), "custom_wide_list": ["mm"]}, UsageError, "Leave it out"),
-        ({"level": "O2", "policy": Policy()}, UsageError, "Leave it out"),
-        ({"custom_white_list": ["no_such_op"]}, HalfstepError, "no_such_op"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_the_first_batch(arguments: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        TrainingPrecision.of(**arguments)
 
 
 def test_names_say_dtype_and_level() -> None:

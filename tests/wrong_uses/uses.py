@@ -16,6 +16,7 @@ import halfstep
 from halfstep import amp, fp16_utils, metrics, multi_tensor, numerics, oplists, optimizers, parallel, static
 from halfstep.apex import RNN, reparameterization  # noqa: F401 - the tables use it
 from halfstep.apex import optimizers as apex_optimizers  # noqa: F401 - as above
+from halfstep.integrations.training_precision import TrainingPrecision  # noqa: F401 - as above
 from halfstep.numerics import Row
 from halfstep.scaling import NoLossScale  # noqa: F401 - as above
 
