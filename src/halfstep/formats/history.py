@@ -1,4 +1,4 @@
-"""``History``: what a layer with a recipe remembers of its operands. Its ops are no ops of a step."""
+"""``AmaxHistory``: what a layer with a recipe remembers of its operands. Its ops are no ops of a step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from .format import Format
 
-__all__ = ["History"]
+__all__ = ["AmaxHistory"]
 
 _HISTORY = 16
 """The number of latest tensors whose largest value gives a delayed scale."""
 
 
-class History:
+class AmaxHistory:
     """Facts about a layer's operands in earlier steps: largest values for delayed scales, and what rounding lost.
 
     Only backward passes note largest values, so that neither an evaluation nor the second forward pass of checkpointing
@@ -40,7 +40,7 @@ class History:
         self.tokens = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return History, (self.delayed,)
+        return AmaxHistory, (self.delayed,)
 
     def scales(
         self, tensors: Sequence[Tensor], formats: Sequence[Format | None], places: Sequence[str]

@@ -29,7 +29,7 @@ from ..kernels.shards import is_sharded
 from ..torch_internals.compiler_compat import traced_as_constant
 from ..torch_internals.subclasses import Mixin, subclass_with, superclass_of
 from ..torch_internals.torch_compat import hook_tables, jit_tracing_state
-from .history import History
+from .history import AmaxHistory
 from .products import linear
 from .recipe import ByName, Passes, Products, Recipe, RecipeChoice
 
@@ -74,7 +74,7 @@ class Marked(NamedTuple):
 
     recipe: Recipe
     products: Products
-    history: History
+    history: AmaxHistory
 
 
 _NO_JIT = (
@@ -161,7 +161,7 @@ def mark(module: nn.Module, recipe: Recipe | None) -> None:
     if recipe is not None and recipe.formats:
         _with_class(module)
         recipe = recipe.replace(layers="all") if callable(recipe.layers) else recipe  # a layer is pickled with it
-        vars(module)["_products"] = Marked(recipe, recipe.products, History(recipe.amax == "delayed"))
+        vars(module)["_products"] = Marked(recipe, recipe.products, AmaxHistory(recipe.amax == "delayed"))
         if _called not in hook_tables(module)[0].values():
             module.register_forward_pre_hook(_called)
     elif isinstance(module, _Rounded):

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from ..torch_internals import torch_compat
 from ..torch_internals.torch_compat import functorch_level
 from .format import Format
-from .history import History
+from .history import AmaxHistory
 from .measuring import is_measuring, losses_of
 from .quantize import round_to
 from .recipe import Products, divisor
@@ -214,9 +214,9 @@ def _run(
     hadamard: int = 0,
     bias: Tensor | None = None,
     places: tuple[str, str] = ("", ""),
-    history: History | None = None,
+    history: AmaxHistory | None = None,
 ) -> Tensor:
-    """``_product``, as one op where a compiler or a watch looks; with a ``History`` measured, and with delayed scales.
+    """``_product``, as one op where a compiler or a watch looks; with a history, measured and with delayed scales.
 
     Tensors without numbers (on the meta device, or in a ``FakeTensorMode``) also go through the op, which has their
     shapes; no buffer is made of one. So do tensors inside ``torch.func``, for which the op has a rule.
@@ -275,9 +275,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, products: Products, dtype: torch.dtype, history: History | None
+        x: Tensor, w: Tensor, bias: Tensor | None, products: Products, dtype: torch.dtype, history: AmaxHistory | None
     ) -> Tensor:
-        return _run(x, weight, -1, -1, products[0], dtype, 0, bias, _PLACES[0], history)
+        return _run(x, w, -1, -1, products[0], dtype, 0, bias, _PLACES[0], history)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -310,7 +310,7 @@ def linear(
     bias: Tensor | None,
     products: Products,
     dtype: torch.dtype,
-    history: History | None = None,
+    history: AmaxHistory | None = None,
 ) -> Tensor:
     """Compute ``torch.nn.functional.linear`` with operands rounded as a recipe says.
 
