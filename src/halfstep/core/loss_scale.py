@@ -8,10 +8,9 @@ state and updates it by a rule.
 from __future__ import annotations
 
 import ast
-import ctypes
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -36,9 +35,6 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
 # No gradient worth having needs a scale this far below 1: at 2**-14 even an fp16 gradient of 1e9 fits.
 _COLLAPSED = 2.0**-14
-
-
-_KIND: list[Any] = [ctypes.c_float, ctypes.c_float, ctypes.c_int32, ctypes.c_int32]  # a flag and a `LossScaleState`
 
 
 class LossScaleState(NamedTuple):
@@ -177,19 +173,21 @@ class DynamicLossScale(LossScale):
         object.__setattr__(self, "init_scale", min(max(self.init_scale, self.floor), self.ceiling))
 
     def count(self, state: LossScaleState, found_inf: torch.Tensor) -> bool:
-        """Count a finite step that neither follows an overflow nor makes the scale grow, without a torch op.
+        """Count a finite step that neither follows an overflow nor changes the scale, without a kernel of the scale.
 
         Args:
-            state: the state in the memory of the host, updated in place.
-            found_inf: as in ``update_``.
+            state: the state on the host, updated in place.
+            found_inf: as in ``update_``, on the host.
 
         Returns:
             False for any other step: nothing is changed, and ``update_`` must run.
         """
-        flag, scale, good, bad = [c.from_address(t.data_ptr()) for c, t in zip(_KIND, (found_inf, *state), strict=True)]
-        counts: bool = not (flag.value or bad.value or good.value + 1 == self.growth_interval)
-        counts = counts and self.floor <= scale.value <= self.ceiling
-        good.value += counts
+        scale, good, bad = state
+        steps = good.item() + 1
+        if found_inf.item() or bad.item() or steps == self.growth_interval:
+            return False
+        if counts := self.floor <= scale.item() <= self.ceiling:
+            good.fill_(steps)
         return counts
 
     def update_(self, state: LossScaleState, found_inf: torch.Tensor) -> None:
