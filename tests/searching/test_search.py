@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import halfstep
-from halfstep import Guard, HalfstepError, SearchResult, amp
+from halfstep import Guard, HalfstepError, OpLists, SearchResult, amp
 from halfstep.cli.app import app
 from halfstep.formats.layers import recipe_of
 from halfstep.formats.recipe import RECIPES, Recipe
@@ -96,7 +96,14 @@ def test_the_answer_goes_into_initialize(level: str, tmp_path: Path, monkeypatch
 
 def check_ways(case: Planted, result: SearchResult, file: Path) -> None:
     """Bring a model to an answer in every way: each has the loss of fp32, and without the answer none has."""
-    scope = result.options if result.unit == "op" else {"level": "O1", "dtype": result.dtype}
+    plain = {"opt_level": result.level, "dtype": result.dtype}
+    parts = {"module_filter": result.module_filter, "products": result.recipe}
+
+    def initialized(**options: Any) -> float:
+        return loss(lambda model: amp.initialize(model, verbosity=0, **options))
+
+    def decorated(given: dict[str, Any], **scope: Any) -> float:
+        return loss(lambda model: amp.decorate(model, **plain | given), lambda: amp.auto_cast(**plain | scope))
 
     def loss(make: Any, scope: Any = nullcontext) -> float:
         model = make(copy.deepcopy(case.model))
@@ -105,27 +112,30 @@ def check_ways(case: Planted, result: SearchResult, file: Path) -> None:
         amp.deactivate()
         return found
 
-    expected, plain = loss(lambda model: model), {"opt_level": result.level, "dtype": result.dtype, "verbosity": 0}
     ways = {
-        "options": loss(lambda model: amp.initialize(model, verbosity=0, **result.options)),
-        "a file": loss(lambda model: amp.initialize(model, verbosity=0, precision=file)),
-        "a dict": loss(lambda model: amp.initialize(model, verbosity=0, precision=result.options)),
-        "a policy": loss(
-            lambda model: amp.initialize(model, verbosity=0, policy=result.policy, module_filter=result.module_filter)
-        ),
-        "op lists": loss(
-            lambda model: amp.initialize(
-                model, op_lists=result.op_lists, module_filter=result.module_filter, products=result.recipe, **plain
-            )
-        ),
-        "decorate": loss(
-            lambda model: amp.decorate(model, level=result.level, module_filter=result.module_filter),
-            lambda: amp.auto_cast(**scope) if result.level == "O1" else nullcontext(),
-        ),
+        "initialize(**options)": initialized(**result.options),
+        "initialize(precision=file)": initialized(precision=file),
+        "initialize(precision=options)": initialized(precision=result.options),
+        "initialize(policy=)": initialized(policy=result.policy, **parts),
+        "initialize(op_lists=)": initialized(op_lists=result.op_lists, **plain, **parts),
+        "decorate, auto_cast(op_lists=)": decorated(parts, op_lists=result.op_lists),
     }
+    if result.unit == "module":
+        ways["decorate(**options)"] = decorated(result.options)
+    else:
+        ways["auto_cast(**options)"] = loss(lambda model: model, lambda: amp.auto_cast(**result.options))
+        ways["auto_cast(op_lists=)"] = decorated({}, op_lists=result.op_lists)
+    expected = loss(lambda model: model)
     for way, found in ways.items():
         assert found == pytest.approx(expected, rel=1e-3), way
-    assert loss(lambda model: amp.initialize(model, **plain)) != pytest.approx(expected, rel=1e-3)
+    for found in (initialized(**plain), decorated({})):
+        assert found != pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("given", [{"op_lists": OpLists.default(), "custom_black_list": ["exp"]}, {"op_lists": "O1"}])
+def test_a_block_takes_op_lists_alone(given: dict[str, Any]) -> None:
+    with pytest.raises(HalfstepError, match="op_lists"):
+        amp.auto_cast(**given)
 
 
 class Exploding(nn.Module):

@@ -18,18 +18,17 @@ from ..core.hardware import accelerator, warn_if_absent, warn_if_slow
 from ..core.oplists import OpLists
 from ..torch_internals.compiler_compat import traced_as_constant
 from .arguments import RecipeChoice
+from .options import lists_of
 
 __all__ = ["auto_cast", "autocast"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LEVELS = ("O0", "OD", "O1", "O2")
-
 
 @traced_as_constant
-def _printed(white: Any, black: Any, **settings: Any) -> str:
+def _printed(op_lists: Any, custom: Any, **settings: Any) -> str:
     """Return the lists as text. Dynamo calls this function while it traces, and keeps the text as a constant."""
-    return str(OpLists.custom(white, black, **settings))
+    return str(lists_of(op_lists, custom, **settings))
 
 
 def _devices(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
@@ -97,6 +96,8 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         cache_enabled: ignored; for compatibility with torch. Casts of weights are cached until the outermost block
             ends.
         opt_level: Apex's name of ``level``.
+        op_lists: the precision of each op as a ``halfstep.OpLists``, such as the answer of ``halfstep.search``. It
+            replaces the lists of the level, and with them ``use_promote``. Do not pass it with a custom list.
 
     Attributes:
         casting: the op casting of the block, which is also a context manager.
@@ -106,7 +107,9 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
 
     Raises:
         ArgumentValueError: for an unknown level, dtype or op, or an op on both lists.
-        ArgumentTypeError: for a list that is a string or not a collection, or a flag that is neither True nor False.
+        ArgumentTypeError: for a list that is a string or not a collection, ``op_lists`` that are no ``OpLists``, or a
+            flag that is neither True nor False.
+        UsageError: for ``op_lists`` with a custom list.
 
     Source: Paddle's AMP guide, section 2.1.2.
     """
@@ -127,6 +130,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         cache_enabled: bool | None = None,
         products: RecipeChoice = None,
         opt_level: str | None = None,
+        op_lists: OpLists | None = None,
     ) -> None:
         if callable(enable):
             raise ArgumentTypeError(
@@ -137,7 +141,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         enabled = check_flag("enable", enable) and (enabled is None or check_flag("enabled", enabled))
         check_flag("use_promote", use_promote)
         level = level.upper() if isinstance(level := opt_level or level, str) else level
-        if level not in _LEVELS:
+        if level not in ("O0", "OD", "O1", "O2"):
             raise ArgumentValueError(f"level={level!r}, but level should be O0, OD, O1 or O2.")
         devices = _devices(device_type)
         on_cuda = torch.cuda.is_available() if devices is None else "cuda" in devices
@@ -156,8 +160,9 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             if emulate is False:
                 warn_if_slow(torch.device(devices[-1] if devices else accelerator() or "cpu"), half)
         level = "O1" if level == "O0" else level
-        make: Any = _printed if torch.compiler.is_dynamo_compiling() else OpLists.custom
-        lists = make(custom_white_list, custom_black_list, wide=custom_wide_list, level=level, use_promote=use_promote)
+        make: Any = _printed if torch.compiler.is_dynamo_compiling() else lists_of
+        custom = {"white": custom_white_list, "black": custom_black_list, "wide": custom_wide_list}
+        lists = make(op_lists, custom, level=level, use_promote=use_promote)
         if products is not None:
             from ..formats.recipe import text_of  # imported when asked for
 

@@ -19,7 +19,7 @@ from ..core.loss_scale import check_loss_scale, loss_scale_text
 from ..core.oplists import OpLists
 from ..core.policy import LEVELS, Policy, check_policy, parse_level
 
-__all__ = ["ARGUMENTS", "Resolved", "ResolvedProperties", "check_cast_ops", "resolve", "with_precision"]
+__all__ = ["ARGUMENTS", "Resolved", "ResolvedProperties", "check_cast_ops", "lists_of", "resolve", "with_precision"]
 
 
 @dataclass(frozen=True)
@@ -274,15 +274,25 @@ _OF_PRECISION = (*ARGUMENTS, "policy", "excluded_layers", "module_filter", "prod
 
 def _check_lists(level: str, casts_ops: bool, dtype: Any, given: Mapping[str, Any]) -> OpLists | None:
     """Return the op lists: at O1 the lists of the level, with 16-bit weights only the ops that the user listed."""
-    op_lists = given["op_lists"]
     custom = {name: each for name in ("white", "black", "wide") if (each := given[f"custom_{name}_list"]) is not None}
-    if op_lists is None and not custom:
+    if given["op_lists"] is None and not custom:
         return OpLists.default() if casts_ops else None
     if not casts_ops and dtype not in HALF_DTYPES:
         raise UsageError(f'op lists choose how ops are cast, and {level} casts no ops; use opt_level="O1" or "O2".')
+    lists = lists_of(given["op_lists"], custom)
+    return lists if casts_ops else lists.replace(level="none")
+
+
+def lists_of(op_lists: OpLists | None, custom: dict[str, Any], **settings: Any) -> OpLists:
+    """Return the given op lists, or if there are none, the lists of a level with custom lists.
+
+    Raises:
+        ArgumentTypeError: if ``op_lists`` is something else.
+        UsageError: if both were given.
+    """
     if op_lists is None:
-        return OpLists.custom(**custom, level="O1" if casts_ops else "none")
+        return OpLists.custom(**custom, **settings)
     check_kind("op_lists", op_lists, OpLists, "a halfstep.OpLists, and custom_white_list= and the like lists of ops")
-    if custom:
+    if any(each is not None for each in custom.values()):
         raise UsageError("op_lists and custom lists were both given; put them into one: OpLists.custom(white, black).")
-    return op_lists if casts_ops else op_lists.replace(level="none")  # type: ignore[no-any-return]
+    return op_lists

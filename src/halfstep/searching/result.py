@@ -43,6 +43,15 @@ _FORMAT = "halfstep.search 1"
 class SearchResult(Shown):
     """The answer of a search. Print it.
 
+    Every way to use amp takes the answer unchanged::
+
+        amp.initialize(model, optimizer, **result.options)
+
+        given = {"level": result.level, "dtype": result.dtype}
+        amp.decorate(model, optimizer, module_filter=result.module_filter, products=result.recipe, **given)
+        with amp.auto_cast(op_lists=result.op_lists, **given):
+            ...
+
     Attributes:
         status: "found" if the answer passes the guard, also on fresh batches; "cannot" if nothing that was tried does;
             "interrupted" if Ctrl-C ended the search.
@@ -88,14 +97,14 @@ class SearchResult(Shown):
 
     @property
     def op_lists(self) -> OpLists | None:
-        """The op lists, for ``amp.initialize(op_lists=)``; None at O2."""
+        """The op lists, for ``op_lists=`` of ``amp.initialize`` and ``amp.auto_cast``; None at O2."""
         if self.level != "O1":
             return None
         return OpLists.custom(black=self.keep if self.unit == "op" else ())
 
     @property
     def policy(self) -> Policy:
-        """The policy, for ``amp.initialize(policy=)``."""
+        """The policy, for ``amp.initialize(policy=)``; it names no modules, so give ``module_filter`` beside it."""
         policy = Policy.from_level(self.level, self.dtype)
         return policy if self.op_lists is None else policy.replace(op_lists=self.op_lists)
 
@@ -112,14 +121,17 @@ class SearchResult(Shown):
 
     @property
     def recipe(self) -> dict[str, str] | None:
-        """The recipe of each linear layer by its name, for ``amp.initialize(products=)``; None without formats."""
+        """The recipe of each linear layer by its name, for ``products=`` of ``amp.initialize`` and ``amp.decorate``;
+        None without formats.
+        """
         return self._setting.recipe(self.keep)
 
     @property
     def options(self) -> dict[str, Any]:
         """The arguments that bring a model to the answer, as plain values: ``amp.initialize(model, **options)``.
 
-        ``amp.decorate`` takes them too for an answer in modules, and ``amp.auto_cast`` for an answer in ops.
+        ``amp.decorate(model, **options)`` also takes an answer in modules or products, and
+        ``amp.auto_cast(**options)`` an answer in ops.
         """
         return self._setting.options(self.keep)
 
