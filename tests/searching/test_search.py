@@ -45,6 +45,11 @@ def test_planted_faults_are_found(kind: str, count: int) -> None:
     check_found(kind, 7, count)
 
 
+@pytest.mark.parametrize("seed", [1079, 1080])
+def test_a_unit_whose_gradients_overflow_is_found_though_the_loss_is_right(seed: int) -> None:
+    check_found("lstm", seed)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(10))
@@ -363,6 +368,10 @@ def flat(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(batch[0]).mean()
 
 
+def without_gradient(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return step(model, batch) + (next(model.parameters()).sum() * 0.0).sqrt()
+
+
 OTHER, BAD = nn.Linear(4, 5), nn.Conv2d(5, 5, 1)
 BAD.weight.data.fill_(math.nan)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -375,6 +384,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another model": ({"step": lambda model, batch: OTHER(torch.ones(4)).sum()}, "did not call the model"),
     "no gradient": ({"step": lambda model, batch: step(model, batch).detach()}, "no gradient"),
     "NaN in fp32": ({"step": not_finite}, "not finite in fp32.*step computes it"),
+    "NaN in a gradient": ({"step": without_gradient}, "a gradient, is not finite in fp32"),
     "NaN in a module": ({"model": nn.Sequential(nn.Conv2d(8, 5, 1), BAD), "step": flat}, "1 is the first module"),
     "a progress": ({"progress": 3}, "progress=3"),
     "keep of no unit": ({"keep": ["nope"]}, "'nope' is no unit"),

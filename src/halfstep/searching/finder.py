@@ -125,8 +125,8 @@ class Finder:
             runs = self.trials.losses(self.batches[fresh], self.guard.runs)
             if any(loss == math.inf for run in runs for loss in run):
                 raise UsageError(
-                    "The loss is not finite in fp32, so no dtype helps. halfstep.numerics.compare_step and "
-                    "halfstep.diagnose name the module at which this begins."
+                    "The loss, or a gradient, is not finite in fp32, so no dtype helps. "
+                    "halfstep.numerics.compare_step and halfstep.diagnose name the module at which this begins."
                 )
             if not fresh:
                 self.tolerance = tolerance_of(self.guard, runs)

@@ -24,7 +24,8 @@ class Guard:
     """A test that a candidate has the loss of fp32.
 
     A run takes the same batches, with the same random numbers, as the runs in fp32. It passes if the interval of
-    Student's t around the mean difference of the loss, at 95 %, lies within the tolerance.
+    Student's t around the mean difference of the loss, at 95 %, lies within the tolerance, and if the gradients of its
+    last batch are finite.
 
     Attributes:
         metric: a function that is called as ``metric(model, batch)`` and returns a number; None for the loss.
@@ -50,7 +51,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         passed: True if the loss is the loss of fp32, within the tolerance.
-        loss: the mean loss.
+        loss: the mean loss; inf if the loss of a batch, or a gradient of the last batch, is not finite.
         reference: the mean loss in fp32.
         difference: the mean difference of the two.
         spread: half of the width of its interval.

@@ -30,6 +30,11 @@ _SEED = 0x5EED
 _RATE = 1e-3
 """The learning rate of runs that train."""
 
+_NORM = 2.0**8
+"""The norm of all gradients at the loss scale of runs that do not train: as far from 2^16, where float16 ends, as from
+1. A unit whose gradients overflow already here makes a dynamic loss scale fall until small gradients are lost.
+"""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -112,15 +117,18 @@ class Trials:
         step: the function of the user, ``step(model, batch)``.
         metric: a function to call in its place; None for the step.
         setting: the meaning of "low".
+        scale: the loss scale of backward passes, with which the gradients in fp32 have the norm ``_NORM``.
     """
 
     model: nn.Module
     step: Callable[[nn.Module, Any], Any]
     metric: Callable[[nn.Module, Any], Any] | None
     setting: Setting
+    scale: float = 1.0
 
     def losses(self, batches: Sequence[Any], runs: int, wide: Iterable[str] | None = None) -> list[list[float]]:
-        """The losses of some runs, which differ in their random numbers.
+        """The losses of some runs, which differ in their random numbers; all are inf in a run in which a loss, or a
+        gradient of the last batch, is not finite.
 
         Args:
             batches: the batches of a run.
@@ -137,7 +145,10 @@ class Trials:
                 found.append(self._loss(model, batch, optimizer))
                 if not math.isfinite(found[-1]):
                     return [math.inf] * len(batches)
-            return found
+            size = 1.0 if optimizer is not None else self._gradient(model, batches[-1])
+            if wide is None:
+                self.scale *= _NORM / (size or _NORM)
+            return found if math.isfinite(size) else [math.inf] * len(batches)
 
     @contextmanager
     def _prepared(self, wide: Iterable[str] | None) -> Iterator[tuple[nn.Module, torch.optim.Optimizer | None]]:
@@ -156,3 +167,9 @@ class Trials:
                 optimizer.step()
                 optimizer.zero_grad()
         return found
+
+    def _gradient(self, model: nn.Module, batch: Any) -> float:
+        """The norm of all gradients of a batch; inf or NaN if one of them is not finite."""
+        model.zero_grad()
+        (self.step(model, batch) * self.scale).backward()
+        return math.hypot(*(float(p.grad.float().norm()) for p in model.parameters() if p.grad is not None))
