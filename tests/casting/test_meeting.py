@@ -53,7 +53,7 @@ def test_ops_meet(name: str, lists: bool, half: torch.dtype) -> None:
     op = OPS[name]
     wanted = op(A.to(half).float(), A)
     full = A.clone().requires_grad_()
-    with OpCasting(half, enabled=lists, meets=True):
+    with OpCasting(half, enabled=lists, retries=True):
         result = op(A.to(half), full)
     torch.testing.assert_close(result.float(), wanted, atol=TOLERANCE[half] * 4, rtol=TOLERANCE[half] * 4)
 
@@ -117,7 +117,7 @@ INSIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of 16 bits alon
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_loss_inside_of_a_model_with_16_bit_weights_is_fp32(name: str, half: torch.dtype) -> None:
     x = A.to(half).requires_grad_()
-    with OpCasting(half, enabled=False, meets=True):
+    with OpCasting(half, enabled=False, retries=True):
         found = INSIDE[name](x)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, INSIDE[name](x.detach().float()), atol=0.02, rtol=0.02)
@@ -133,7 +133,7 @@ def test_binary_cross_entropy_of_a_sigmoid_is_that_of_its_logits(lists: bool, ha
     x = LOGITS.to(half).requires_grad_()
     exact = LOGITS.clone().requires_grad_()
     F.binary_cross_entropy_with_logits(exact, TARGETS, torch.tensor(2.0), reduction="sum").backward()
-    with OpCasting(half, enabled=lists, meets=True):
+    with OpCasting(half, enabled=lists, retries=True):
         p = nn.Sigmoid()(x)
         loss = F.binary_cross_entropy(p, TARGETS.to(half), weight=torch.tensor(2.0), reduction="sum")
         for context in (torch.no_grad, torch.inference_mode):
@@ -194,7 +194,7 @@ def test_a_write_keeps_the_tensor_and_its_dtype(name: str, written: torch.dtype,
     WRITES[name](wanted, A)
     target = A.to(written)
     memory = target.data_ptr()
-    with OpCasting(torch.bfloat16, enabled=lists, meets=True):
+    with OpCasting(torch.bfloat16, enabled=lists, retries=True):
         WRITES[name](target, A.to(other))
     assert (target.dtype, target.data_ptr()) == (written, memory)
     torch.testing.assert_close(target.float(), wanted, atol=0.05, rtol=0.02)
@@ -236,7 +236,7 @@ def test_gradients_where_torch_takes_16_bits_and_has_none(name: str, enabled: bo
     for dtype in (torch.float32, half):
         torch.manual_seed(0)
         x, y = A.to(half).to(dtype).requires_grad_(), A.clone().requires_grad_()
-        with OpCasting(half, enabled=enabled and dtype is half, meets=dtype is half):
+        with OpCasting(half, enabled=enabled and dtype is half, retries=dtype is half):
             result = TAKEN[name](x, y)
         result.sum().backward()
         assert x.grad is not None

@@ -59,7 +59,7 @@ def run(door: str, call: Call, x: torch.Tensor) -> torch.Tensor:
         graph: Any = torch.export.export(Applies(call), (x,)).module()
         return cast_graph(graph, OpLists.parse("O2"), x.dtype, emulate=False).module(x)  # type: ignore[no-any-return]
     is_recorded = current.is_recorded if door != "recorded" else True.__bool__
-    casting = OpCasting(x.dtype, enabled=door == "O1", meets=True, emulate=False)
+    casting = OpCasting(x.dtype, enabled=door == "O1", retries=True, emulate=False)
     with mock.patch.object(current, "is_recorded", is_recorded), casting:
         return call(x)
 

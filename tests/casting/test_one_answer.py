@@ -43,7 +43,7 @@ def result_of(form: str, given: list[str], half: torch.dtype, *, enabled: bool |
     _, args, kwargs = SHAPES.get(FORMS[form], (shapes, (), {}))
     tensors = slots(shapes, [{HALF: half, FLOAT: torch.float32}[each] for each in given])
     try:
-        with OpCasting(half, enabled=bool(enabled), meets=enabled is not None, emulate=False):
+        with OpCasting(half, enabled=bool(enabled), retries=enabled is not None, emulate=False):
             in_place = form in IN_PLACE and getattr(torch.Tensor, form)
             return kinds(in_place(*tensors, *args, **kwargs) if in_place else call(*tensors))
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The bit arithmetic of masters: split and joined without loss, written weights honoured, rounding that is fair."""
+"""The bit arithmetic of masters: split and joined without loss, written weights after_writes, rounding that is fair."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from halfstep.kernels.storage import (
     SPLIT,
     Storage,
+    after_writes,
     dense,
-    honoured,
     join,
     plain,
     round_half_away,
@@ -99,8 +99,8 @@ def test_zero_and_infinity_do_not_become_nan(low: int, zero: float, infinity: fl
 
 @pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
 def test_a_master_counts_where_it_rounds_to_its_weight(half: torch.dtype) -> None:
-    assert torch.equal(bits_of(honoured(EVERY, EVERY.to(half)))[~NAN], bits_of(EVERY)[~NAN])
-    assert honoured(EVERY, EVERY.to(half))[NAN].isnan().all()
+    assert torch.equal(bits_of(after_writes(EVERY, EVERY.to(half)))[~NAN], bits_of(EVERY)[~NAN])
+    assert after_writes(EVERY, EVERY.to(half))[NAN].isnan().all()
     fine = 1.0 + 2.0**-12
     cases = [  # master, weight, value
         (fine, 1.0, fine),
@@ -111,7 +111,7 @@ def test_a_master_counts_where_it_rounds_to_its_weight(half: torch.dtype) -> Non
         (3.4e38, math.inf, 3.4e38),
     ]
     for master, weight, value in cases:
-        found = honoured(scalar(master), scalar(weight, half))
+        found = after_writes(scalar(master), scalar(weight, half))
         assert torch.equal(found, scalar(value)) or (math.isnan(value) and found.isnan())
         assert found.dtype is FP32
 

@@ -15,7 +15,7 @@ from halfstep import optimizers
 from halfstep.kernels import backend
 from halfstep.kernels.expr import ElementwiseKernel
 from halfstep.kernels.launch import launch
-from halfstep.kernels.storage import dense, honoured, join, plain, round_half_away, split
+from halfstep.kernels.storage import after_writes, dense, join, plain, round_half_away, split
 from halfstep.kernels.tensor_table import TensorTable
 from tests.support.worlds import BF16, FP16, FP32, FP64, HALVES, advance, start_amp
 
@@ -193,7 +193,7 @@ def test_what_counts_as_written(on: str, dtype: torch.dtype) -> None:
     rounded = first.to(dtype)
     kept = (rounded == second) | (rounded.isnan() & second.isnan())
     expected = torch.where(kept, first, second.float())
-    assert torch.equal(bits(honoured(first, second)), bits(expected))
+    assert torch.equal(bits(after_writes(first, second)), bits(expected))
     master, weight = first.clone(), second.clone()
     with backend(on):
         launch(TensorTable({"param": (plain(dtype), ([master], [weight]))}), KEEP, {})

@@ -50,7 +50,7 @@ def test_masters_are_kept_by_the_optimizer_if_it_can_and_may(own: bool) -> None:
     originals = {id(half): torch.full((2,), 1.0)}
     optimizer = MasteringOptimizer([half], lr=1.0)
     keeper = MasterKeeper(optimizer, True, originals, own=own)
-    assert (keeper.any, keeper.replicated) == (True, True)
+    assert (keeper.has_masters, keeper.replicated) == (True, True)
     assert (optimizer.asked is originals, keeper.plain is None) == (own, own)
 
 
@@ -58,7 +58,7 @@ def test_masters_elsewhere_are_not_made_here() -> None:
     half, single = *params(BF16)[:1], params(FP32)[0]
     optimizer = MasteringOptimizer([half, single], lr=1.0)
     keeper = MasterKeeper(optimizer, "elsewhere")
-    assert (keeper.any, keeper.replicated, keeper.plain, optimizer.asked) == (True, False, None, None)
+    assert (keeper.has_masters, keeper.replicated, keeper.plain, optimizer.asked) == (True, False, None, None)
     assert (keeper.has(half), keeper.has(single)) == (True, False)
     half.requires_grad_(False)
     assert not keeper.has(half)

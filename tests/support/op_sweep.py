@@ -44,9 +44,9 @@ MIXES: dict[str, Callable[[int], bool]] = {  # which of the fp32 tensors are giv
 }
 SCOPES: dict[str, Callable[[torch.dtype], Any]] = {
     "O1": OpCasting,
-    "O2": lambda half: OpCasting(half, enabled=False, meets=True),
+    "O2": lambda half: OpCasting(half, enabled=False, retries=True),
     "O1, recorded": lambda half: recorded(OpCasting(half)),
-    "O2, recorded": lambda half: recorded(OpCasting(half, enabled=False, meets=True)),
+    "O2, recorded": lambda half: recorded(OpCasting(half, enabled=False, retries=True)),
     "native": lambda half: torch.autocast("cpu", half),
     "none": lambda half: contextlib.nullcontext(),
 }

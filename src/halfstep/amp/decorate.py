@@ -124,7 +124,7 @@ def decorate(
         devices=modules.device_types(model_list),
         emulate=emulate,
         keeps_autocast=True,
-        meets=level == "O2" and cast_ops is not False,
+        retries=level == "O2" and cast_ops is not False,
     )
     if level == "O1":
         prepare(model_list, [], Policy(), casting=casting, chosen=chosen, fused=fused)

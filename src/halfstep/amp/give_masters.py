@@ -55,4 +55,4 @@ def give_masters(
 def has_masters(optimizer: torch.optim.Optimizer) -> bool:
     """True if ``amp`` prepared an optimizer and gave it fp32 masters."""
     attached = attached_to(optimizer)
-    return attached is not None and attached.keeper.any
+    return attached is not None and attached.keeper.has_masters

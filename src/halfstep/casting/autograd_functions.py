@@ -37,14 +37,14 @@ def with_inputs_cast(remember: Callable[[Any], Any], autograd_patches: Patches, 
     @functools.wraps(own.__func__)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         casting = thread.mode.config
-        if casting.meets and not casting.by_call and not cls.__module__.startswith("torch."):
+        if casting.retries and not casting.by_call and not cls.__module__.startswith("torch."):
             autograd_patches.hold_while(casting)
         if cls is CheckpointFunction:
             args = (remember(args[0]), *args[1:])
-        elif cls is Dirichlet and casting.meets and args[0].dtype in HALF_DTYPES:
+        elif cls is Dirichlet and casting.retries and args[0].dtype in HALF_DTYPES:
             count_changed_op()
             args = (args[0].float(),)
-        elif casting.meets and getattr(cls.forward, "__code__", None) is _CUSTOM_FWD.__code__:
+        elif casting.retries and getattr(cls.forward, "__code__", None) is _CUSTOM_FWD.__code__:
             details = inspect.getclosurevars(cls.forward).nonlocals
             dtype, kind = details.get("cast_inputs"), details["device_type"]
             if dtype is not None and not torch.is_autocast_enabled(kind):

@@ -118,7 +118,7 @@ class UpdatedBuffers:
                 owner, _, name = path.rpartition(".")
                 setattr(model.get_submodule(owner), name, wide)
             passes.ended.clear()  # ops may now meet new pairs of dtypes
-        passes.spared += tuple(self.changed)
+        passes.fp32_buffers += tuple(self.changed)
         return True
 
     def end(self, model: nn.Module) -> None:

@@ -35,8 +35,8 @@ def dtype_of(key: str) -> torch.dtype | None:
 
 @functools.lru_cache(maxsize=64)
 def _dtype_of(key: str) -> torch.dtype | None:
-    settings = ast.literal_eval(key or '{"dtype": None}')
-    return parse_dtype(settings["dtype"]) if settings["dtype"] and (settings["enabled"] or settings["meets"]) else None
+    found = ast.literal_eval(key or '{"dtype": None}')
+    return parse_dtype(found["dtype"]) if found["dtype"] and (found["enabled"] or found["retries"]) else None
 
 
 def _present_devices() -> tuple[str, ...]:
@@ -62,16 +62,16 @@ class CastingConfig:
 
     Args:
         dtype: the 16-bit dtype of the ops on the half list. None is for scopes that cast nothing: they emulate both
-            16-bit dtypes. With ``meets``, the dtype of the weights, which is fp32 in an island.
+            16-bit dtypes. With ``retries``, the dtype of the weights, which is fp32 in an island.
         lists: the lists that give each op its precision. None means the lists of O1, or no lists if not ``enabled``.
-        enabled: False casts nothing, except for ops on ``lists`` under ``meets``.
+        enabled: False casts nothing, except for ops on ``lists`` under ``retries``.
         cache: cast each fp32 parameter at most once per call of the outermost model, or per block.
         verbose: log each cast at level INFO of the logger "halfstep".
         allow_banned: run banned ops in fp32 instead of refusing 16-bit inputs.
         devices: types of the devices whose tensors are cast; None means the CPU and the accelerator of this machine.
         emulate: the devices on which 16-bit products run in fp32 kernels; see ``emulation.Emulate``.
         keeps_autocast: leave a plain ``torch.autocast`` around a model unchanged.
-        meets: True to call an op again with cast arguments if torch refuses their dtypes (see ``meeting``); None uses
+        retries: True to call an op again with cast arguments if torch refuses their dtypes (see ``meeting``); None uses
             the value of ``enabled``.
         products: the recipe, as text, by which products round their operands; see ``halfstep.formats``.
 
@@ -104,7 +104,7 @@ class CastingConfig:
         devices: Iterable[str] | None = None,
         emulate: Emulate = "auto",
         keeps_autocast: bool = False,
-        meets: bool | None = None,
+        retries: bool | None = None,
         products: str | None = None,
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -122,11 +122,11 @@ class CastingConfig:
         self.keeps_autocast = keeps_autocast
         self.settings = {**arguments(locals()), "devices": self.devices}
         self.key, self.native, self.emulated = derive(**self.settings)
-        self.meets = enabled if meets is None else meets
-        self.is_noop = self.reaches_later = not (enabled or self.emulated or self.meets or products)
+        self.retries = enabled if retries is None else retries
+        self.is_noop = self.reaches_later = not (enabled or self.emulated or self.retries or products)
         kinds = frozenset(kind for _, _, kind in self.emulated)
         self.plans: dict[tuple[bool, bool], Any] = {}
-        self.rules = lists if enabled or self.meets else None, self.devices, kinds, self.meets, verbose, products
+        self.rules = lists if enabled or self.retries else None, self.devices, kinds, self.retries, verbose, products
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The machine that loads a pickle decides what it emulates.

@@ -248,7 +248,7 @@ def plan_of(casting: CastingConfig, explicit: bool, recorded: bool) -> Plan:
     plan = casting.plans.get((explicit, recorded))
     if plan is None:
         table, traced = (build_table(*casting.rules, explicit, each) for each in (recorded, True))
-        plan = Plan(explicit, table, traced, call_again if casting.meets and not recorded else None)
+        plan = Plan(explicit, table, traced, call_again if casting.retries and not recorded else None)
         casting.plans[explicit, recorded] = plan
     return plan
 

@@ -32,9 +32,9 @@ class FirstPasses:
     """The record of the first passes of one model, which copies of the model share.
 
     Args:
-        casting: the casting of the model, with ``meets``.
+        casting: the casting of the model, with ``retries``.
         always: keep the mode on, even if the first passes do not need it.
-        spared: names of buffers that stayed fp32.
+        fp32_buffers: names of buffers that stayed fp32.
 
     Attributes:
         on: True if the mode is on in every pass.
@@ -42,8 +42,8 @@ class FirstPasses:
         plain: the casting of the model without the mode.
     """
 
-    def __init__(self, casting: OpCasting, *, always: bool = False, spared: Iterable[str] = ()) -> None:
-        self.spared = tuple(spared)
+    def __init__(self, casting: OpCasting, *, always: bool = False, fp32_buffers: Iterable[str] = ()) -> None:
+        self.fp32_buffers = tuple(fp32_buffers)
         self.on = always
         self.ended: Counter[Hashable] = Counter()
         self.follow(casting)
@@ -55,7 +55,7 @@ class FirstPasses:
     def follow(self, casting: OpCasting) -> None:
         """Follow a new casting of the model."""
         self.casting = casting
-        self.plain = OpCasting(**{**casting.settings, "meets": False})
+        self.plain = OpCasting(**{**casting.settings, "retries": False})
         self.on = self.on or bool(casting.emulated)
 
     def begin(

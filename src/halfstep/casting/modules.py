@@ -148,7 +148,7 @@ class ModuleHooks:
             return self._before_compiled(module, args, kwargs)
         if self.casting is not None:
             self._follow(module, args, self.casting)
-        foreign = self.weight is not None and _check_weight(module, *self.weight, meets=self.passes is not None)
+        foreign = self.weight is not None and _check_weight(module, *self.weight, retries=self.passes is not None)
         casting, passes = self.casting, self.passes
         if passes is not None and jit_tracing_state() is not None:
             casting, passes = passes.recorded(), None
@@ -166,7 +166,7 @@ class ModuleHooks:
     def _before_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Do the same while Dynamo traces, without watching the pass or writing casts back to inputs."""
         if self.weight is not None:
-            _check_weight(module, *self.weight, meets=False)
+            _check_weight(module, *self.weight, retries=False)
         if self.inputs is not None:
             args, kwargs = self.inputs.cast(args, kwargs, None, None)
         if (casting := self.casting if self.passes is None else self.passes.recorded()) is not None:
@@ -222,10 +222,10 @@ class ModuleHooks:
                     self.passes.follow(self.casting)
 
 
-def _check_weight(module: Any, name: str, dtype: torch.dtype, *, meets: bool) -> bool:
+def _check_weight(module: Any, name: str, dtype: torch.dtype, *, retries: bool) -> bool:
     """Check that a parameter, if it still exists, has the dtype to which it was cast.
 
-    With ``meets``, ``torch.func.functional_call`` may substitute weights of another dtype, as MAML does with fp32
+    With ``retries``, ``torch.func.functional_call`` may substitute weights of another dtype, as MAML does with fp32
     weights. The result is True in this case only.
 
     Raises:
@@ -239,7 +239,7 @@ def _check_weight(module: Any, name: str, dtype: torch.dtype, *, meets: bool) ->
     if not isinstance(weight, torch.Tensor) or weight.dtype is dtype:
         return False
     if caller_in("torch.nn.utils.stateless") is not None:
-        if meets:
+        if retries:
             return True
         raise UsageError(
             f"torch.func.functional_call got {name} in {dtype_name(weight.dtype)}, but this model computes with "
@@ -317,13 +317,13 @@ def cast_module(
     if shards:
         check_groups(model, shards)
     add_borders(model, chosen, dtype)
-    spared: list[str] = []
+    fp32_buffers: list[str] = []
     values: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, module, own in targets:
         if own is None:
             continue
         for name, buffer in buffers_to_keep(module, own).items() if spare_buffers else ():
-            spared += [prefix + name] if goals[id(buffer)] is not None else []
+            fp32_buffers += [prefix + name] if goals[id(buffer)] is not None else []
             goals[id(buffer)] = None
         # The level or keep_batchnorm_fp32 decides on the dtype of BatchNorm's statistics.
         keeps_updated = spare_buffers and not isinstance(module, BatchNorm)
@@ -346,7 +346,7 @@ def cast_module(
         hooks_of(model).attach_to(model).weight = probe, dtype
     if values:
         hooks_of(model).attach_to(model).updated = UpdatedBuffers(values)
-    return spared
+    return fp32_buffers
 
 
 def _islands(chosen: Chosen, dtype: torch.dtype | None) -> dict[nn.Module, torch.dtype]:
@@ -358,18 +358,18 @@ def _islands(chosen: Chosen, dtype: torch.dtype | None) -> dict[nn.Module, torch
     return found
 
 
-def add_borders(model: nn.Module, chosen: Chosen, dtype: torch.dtype | None, *, meets: bool = True) -> None:
+def add_borders(model: nn.Module, chosen: Chosen, dtype: torch.dtype | None, *, retries: bool = True) -> None:
     """Add hooks to islands: to modules for which the user chose a dtype, and to their submodules that own tensors.
 
     Args:
         model: the model that contains the islands. If it is an island itself, its output is not cast.
         chosen: the dtypes that the user chose for modules.
         dtype: the dtype of the model; None leaves the outputs of islands.
-        meets: False at O0, where no 16-bit tensor can meet an fp32 one: an island then needs no function mode, which
+        retries: False at O0, where no 16-bit tensor can meet an fp32 one: an island then needs no function mode, which
             would turn off the fast path of attention.
     """
     found, devices = _islands(chosen, dtype), device_types([model])
-    settings: dict[str, Any] = {"enabled": False, "devices": devices, "meets": meets}
+    settings: dict[str, Any] = {"enabled": False, "devices": devices, "retries": retries}
     # In an fp32 island every op computes in fp32, even if an argument is 16-bit.
     lists = {torch.float32: OpLists("OD", black=tuple(op.name for op in OPS.values() if op.reason == "matrix-unit"))}
     castings = {target: OpCasting(target, lists.get(target), **settings) for target in set(found.values())}
@@ -393,8 +393,8 @@ def add_hooks(
     outputs: torch.dtype | None = None,
     saved: torch.dtype | None = None,
     casting: OpCasting | None = None,
-    always_meets: bool = False,
-    spared: Iterable[str] = (),
+    always_retries: bool = False,
+    fp32_buffers: Iterable[str] = (),
 ) -> None:
     """Add the hooks to a model.
 
@@ -404,8 +404,8 @@ def add_hooks(
         outputs: the dtype of floating outputs; None leaves them. User hooks see the cast output.
         saved: the dtype of floating entries in ``state_dict()`` of the model and of each submodule.
         casting: the casting of ops while the model runs; None leaves ops alone.
-        always_meets: True to keep the function mode on in every pass, even if the first passes do not need it.
-        spared: names of buffers that stayed fp32.
+        always_retries: True to keep the function mode on in every pass, even if the first passes do not need it.
+        fp32_buffers: names of buffers that stayed fp32.
     """
     if casting is not None or inputs is not None or outputs is not None:
         hooks = hooks_of(model).attach_to(model)
@@ -413,8 +413,8 @@ def add_hooks(
         if inputs is not None and hooks_of(model, explicit=True).inputs is None:  # unless the whole model is an island
             hooks.inputs = ModelInputs(inputs)
         hooks.outputs = outputs or hooks.outputs
-        if casting is not None and casting.meets and not casting.enabled:
-            hooks.passes = FirstPasses(casting, always=always_meets, spared=spared)
+        if casting is not None and casting.retries and not casting.enabled:
+            hooks.passes = FirstPasses(casting, always=always_retries, fp32_buffers=fp32_buffers)
             watch_methods(model)
     if saved is not None:
         for module in model.modules():

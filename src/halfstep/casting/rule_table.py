@@ -31,7 +31,7 @@ def build_table(
     lists: OpLists | None,
     devices: tuple[str, ...],
     kinds: frozenset[str],
-    meets: bool,
+    retries: bool,
     verbose: bool,
     products: str | None,
     explicit: bool,
@@ -46,14 +46,14 @@ def build_table(
         lists: the op lists; None casts nothing.
         devices: the device types on which ops are cast.
         kinds: the kinds of ops that are emulated on one of the devices.
-        meets: True to retry ops that torch refuses. Ops that torch should refuse but does not get a rule.
+        retries: True to retry ops that torch refuses. Ops that torch should refuse but does not get a rule.
         verbose: log casts, which native autocast cannot do.
         products: the recipe by which products round their operands; None rounds none.
         explicit: True to leave nothing to native autocast, because it may be off, or on for other lists.
-        recorded: True if ops are recorded to run later. They cannot be retried then, so with ``meets`` the ops that
+        recorded: True if ops are recorded to run later. They cannot be retried then, so with ``retries`` the ops that
             torch refuses get a rule.
     """
-    if (lists is None or lists.level == "native") and not (kinds or explicit or meets or products):
+    if (lists is None or lists.level == "native") and not (kinds or explicit or retries or products):
         return {}
 
     @functools.cache
@@ -71,7 +71,7 @@ def build_table(
             return rule
         return rules.bind(rules.emulated, name, op.kind, op.list, rule)
 
-    bare, casts = lists is None or lists.level == "none", lists is not None or meets
+    no_lists, casts = lists is None or lists.level == "none", lists is not None or retries
     table: dict[Callable[..., Any] | str, Rule | ByNumbers] = {}
     for func, (name, inplace) in spellings().items():
         # torch computes 2 / x as x.reciprocal() * 2, and native autocast on CUDA runs reciprocal in fp32.
@@ -79,8 +79,8 @@ def build_table(
         known = (
             ("none", "one") if recorded else ("wrong", "one")
         )  # in eager mode torch itself refuses if it has no kernel
-        asked = meets and row(name).reason != "custom" and (bare or (recorded and rule is None and not inplace))
-        if asked and (row(name).kernels in known or (recorded and bare)):
+        asked = retries and row(name).reason != "custom" and (no_lists or (recorded and rule is None and not inplace))
+        if asked and (row(name).kernels in known or (recorded and no_lists)):
             rule = refused_rule(name, inplace, rule)
         rule = finite_rule(row(name), inplace, rule, recorded) if casts else rule
         if name == "sigmoid" and rule is None and casts and not (inplace or recorded):
@@ -91,7 +91,7 @@ def build_table(
             rule = rules.bind(rules.dense_only, name, rule)
         if rule is not None:
             table[func] = rule
-    if not bare or (meets and recorded):
+    if not no_lists or (retries and recorded):
         table |= {func: rules.bind(rules.dense_only, name, None) for func, name in rules.SPARSE_PRODUCTS.items()}
     if products:
         table |= NAMES_ABOVE["rules_of_products"]()(products, table)

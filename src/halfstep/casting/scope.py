@@ -92,10 +92,10 @@ NO_CASTING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE)
 """A scope without casts and emulation, in which the function mode does nothing."""
 
 
-_ONLY_MEETING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE, meets=True)
+_ONLY_RETRIES = OpCasting(None, enabled=False, emulate=False, devices=NATIVE, retries=True)
 """A scope that casts only the arguments of ops that torch refused."""
 # The casting around the backward pass already holds the patches for code that runs later.
-NO_CASTING.by_call = _ONLY_MEETING.by_call = _ONLY_MEETING.reaches_later = True
+NO_CASTING.by_call = _ONLY_RETRIES.by_call = _ONLY_RETRIES.reaches_later = True
 
 
 # ---- scopes of one thread
@@ -309,7 +309,7 @@ def _uncast(run_backward: Callable[..., Any]) -> Callable[..., Any]:
         # The scope is for Python code that autograd calls: users' autograd functions and hooks. If nothing is cast, a
         # traced scope would change native autocast, which Dynamo refuses.
         idle = torch.compiler.is_compiling() and active_casting() is None
-        with nullcontext() if idle else _ONLY_MEETING:
+        with nullcontext() if idle else _ONLY_RETRIES:
             return run_backward(*args, **kwargs)
 
     return uncast

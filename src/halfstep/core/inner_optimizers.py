@@ -6,7 +6,7 @@ from typing import Any
 
 from ..torch_internals.subclasses import Mixin
 
-__all__ = ["bare", "inner_optimizer", "package_of_step", "state_holders"]
+__all__ = ["inner_optimizer", "package_of_step", "state_holders", "unwrap"]
 
 _DELEGATES = {"accelerate", "halfstep", "lightning", "lightning_fabric", "pytorch_lightning"}
 
@@ -27,7 +27,7 @@ def inner_optimizer(optimizer: Any) -> Any:
     return None
 
 
-def bare(optimizer: Any) -> Any:
+def unwrap(optimizer: Any) -> Any:
     """Unwrap ``LARC`` and the wrappers of Lightning, Fabric and Accelerate, which write no weights.
 
     The ``step`` of any other wrapper, such as Lookahead, may write to weights, so such a wrapper is returned unchanged.

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..core.errors import UsageError
-from ..core.inner_optimizers import bare
+from ..core.inner_optimizers import unwrap
 
 __all__ = ["copied"]
 
@@ -33,7 +33,7 @@ def copied(step: Callable[[], Any], model: nn.Module | None, optimizers: list[An
             f"diagnose runs the step on copies, and the model or the optimizer cannot be copied ({error}). Diagnose "
             "the script instead, which runs in another process: halfstep doctor train.py."
         ) from error
-    return _copy(step, memo), model, [bare(each) for each in optimizers]
+    return _copy(step, memo), model, [unwrap(each) for each in optimizers]
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:

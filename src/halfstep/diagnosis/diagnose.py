@@ -18,7 +18,7 @@ from torch import nn
 from ..amp.session import scale_loss
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError, LossScaleCollapsed, UsageError
-from ..core.inner_optimizers import bare
+from ..core.inner_optimizers import unwrap
 from ..diagnostics.findings import Finding
 from ..diagnostics.findings.forward import same_random_numbers
 from ..diagnostics.numerics import Comparison, compare_step
@@ -73,7 +73,7 @@ def diagnose(
         check_kind("model", model, nn.Module, "a torch.nn.Module")
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     for each in optimizers:
-        check_kind("optimizer", bare(each), torch.optim.Optimizer, "a torch.optim.Optimizer")
+        check_kind("optimizer", unwrap(each), torch.optim.Optimizer, "a torch.optim.Optimizer")
     step, model, optimizers = copied(step_or_script, model, optimizers)
     seen = Observed(model, optimizers)
     with same_random_numbers(model or nn.Identity()):

@@ -15,8 +15,8 @@ import torch
 __all__ = [
     "SPLIT",
     "Storage",
+    "after_writes",
     "dense",
-    "honoured",
     "join",
     "plain",
     "round_half_away",
@@ -63,7 +63,7 @@ def dense(dtype: torch.dtype) -> Storage:
 
 
 def plain(dtype: torch.dtype) -> Storage:
-    """Make the form of an fp32 master and a weight of ``dtype``; user writes to the weight count (``honoured``)."""
+    """Make the form of an fp32 master and a weight of ``dtype``; user writes to the weight count (``after_writes``)."""
     return Storage("plain", (torch.float32, dtype))
 
 
@@ -100,7 +100,7 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return ((high << 16) + low).view(torch.float32)
 
 
-def honoured(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def after_writes(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the fp32 value of a 16-bit weight with a plain master: the master, or the weight if user code wrote to it.
 
     The master counts if it rounds to the weight, including to a zero of the other sign, to infinity, and NaN to NaN.
@@ -110,7 +110,7 @@ def honoured(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def split_of(master: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split a plain master, or the bfloat16 weight if no rounding of the master gives it."""
-    return split(torch.where(_equal(round_half_away(master), weight), master, honoured(master, weight)))
+    return split(torch.where(_equal(round_half_away(master), weight), master, after_writes(master, weight)))
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

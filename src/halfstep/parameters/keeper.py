@@ -72,7 +72,7 @@ class MasterKeeper:
 
     def keep_plain(self, originals: dict[int, torch.Tensor]) -> None:
         """Move masters out of the state of an optimizer that continues without its fused step."""
-        if self.any:
+        if self.has_masters:
             before = [None if slot.master is None else slot.master.held for slot in self.table.slots]
             self.plain = PlainMasters(self.table, originals)
             for slot, held in zip(self.table.slots, before, strict=True):
@@ -81,7 +81,7 @@ class MasterKeeper:
             self.adopt()
 
     @property
-    def any(self) -> bool:
+    def has_masters(self) -> bool:
         """True if the parameters have masters, kept here or by an inner optimizer."""
         return self.table.fp32_grads
 
@@ -93,7 +93,7 @@ class MasterKeeper:
     def adopt(self) -> None:
         """Register masters for all current parameters of the optimizer, including new parameters."""
         self.table.refresh()
-        if not self.any:
+        if not self.has_masters:
             return
         if self.plain is not None:
             self.plain.adopt()
@@ -107,7 +107,7 @@ class MasterKeeper:
 
     def has(self, param: torch.Tensor) -> bool:
         """True if a parameter of the optimizer has a master. A parameter that user code freezes keeps its master."""
-        if not self.any or not is_half(param):
+        if not self.has_masters or not is_half(param):
             return False
         return param.requires_grad or ((master := self.find(param)) is not None and master.exists)
 

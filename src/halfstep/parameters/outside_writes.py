@@ -12,7 +12,7 @@ from ..core.errors import UsageError
 from ..kernels.expr import elementwise_kernel
 from ..kernels.launch import launch
 from ..kernels.multi_tensor import group_rows
-from ..kernels.storage import dense, honoured, plain
+from ..kernels.storage import after_writes, dense, plain
 from ..kernels.tensor_table import TensorTable
 from .snapshot import Snapshot
 from .table import Slot
@@ -47,7 +47,7 @@ class OutsideWrites:
 
     @torch.no_grad()
     def honour(self) -> None:
-        """Write ``master = honoured(master, weight)`` for each pair."""
+        """Write ``master = after_writes(master, weight)`` for each pair."""
         if not self._tables or not all(table.renew(mine) for mine, table in self._tables):
             weights, masters = self._weights, self._masters
             kinds = group_rows(weights)
@@ -116,4 +116,4 @@ class StepWrites:
             if master.written:
                 slot.steps_master = self._steps_masters = True
             elif weight.changed:
-                master.tensor.copy_(honoured(master.tensor, weight.tensor))
+                master.tensor.copy_(after_writes(master.tensor, weight.tensor))

@@ -20,7 +20,7 @@ from ..core.errors import UsageError
 from ..core.inner_optimizers import state_holders
 from ..kernels import multi_tensor
 from ..kernels.multi_tensor import TensorGroups
-from ..kernels.storage import honoured
+from ..kernels.storage import after_writes
 from .held_masters import sync_held_masters
 from .ledger import get_grads, set_grads, widen
 from .master_registry import find_master, is_saved_elsewhere
@@ -53,7 +53,7 @@ class Plain(Master):
     def read(self) -> torch.Tensor:
         """Return the tensor, after copying user writes to the parameter into it."""
         if not self.in_place:
-            self.tensor.copy_(honoured(self.tensor, self.param))
+            self.tensor.copy_(after_writes(self.tensor, self.param))
         return self.tensor
 
     @torch.no_grad()
@@ -208,7 +208,7 @@ def _new_master(optimizer: Callable[[], Any], originals: dict[int, torch.Tensor]
     master = find_master(param)
     if not isinstance(master, Plain):
         weight = param.detach()
-        fp32 = weight.float() if start is None else honoured(start.to(param.device, torch.float32), weight)
+        fp32 = weight.float() if start is None else after_writes(start.to(param.device, torch.float32), weight)
         master = Plain(param, fp32)
     state = optimizer().state.get(param) or {}
     like_float64 = torch.float64, param.shape  # the state of a parameter that was float64 before the cast

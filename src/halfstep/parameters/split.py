@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..kernels.shards import local, rewrapped
-from ..kernels.storage import Storage, honoured, join, split, split_of
+from ..kernels.storage import Storage, after_writes, join, split, split_of
 from .table import Master, OptimizerTable
 
 __all__ = ["InState", "KeepsMasters", "adapt", "entries", "master_value", "take_back_rounding"]
@@ -73,7 +73,7 @@ class InState(Master):
         if self.start is None or not _FORMS.isdisjoint(state):
             return master_value(self.param, state)
         value, weight = local(self.start.to(self.param.device)), local(self.param.detach())
-        value = join(*split_of(value, weight)) if self._splits(optimizer) else honoured(value, weight)
+        value = join(*split_of(value, weight)) if self._splits(optimizer) else after_writes(value, weight)
         return rewrapped(value, self.param)
 
     @torch.no_grad()
@@ -151,7 +151,7 @@ def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
 def master_value(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     """Return the master of a parameter in a new float32 tensor, from either form in ``optimizer.state[param]``."""
     if "master" in state:
-        return honoured(state["master"].to(param.device, torch.float32), param.detach())
+        return after_writes(state["master"].to(param.device, torch.float32), param.detach())
     if "remainder" in state and param.dtype is torch.bfloat16:
         return rewrapped(join(local(param.detach()), local(state["remainder"].to(param.device))), param)
     return param.detach().to(torch.float32, copy=True)

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.inner_optimizers import bare
+from ..core.inner_optimizers import unwrap
 from .accounts import RunSettings
 from .answer import Profile, profile_of
 from .machine import cores, denormal_cost, machine_of, thread_cost
@@ -134,7 +134,7 @@ def of_run(run: Callable[[], Any], prepare: Callable[[nn.Module, Any], Any] | No
     if taken <= _WARMUP:
         recorder.stop()
         return taken
-    return recorder.profile(_model_of(known), [bare(each) for each in known])
+    return recorder.profile(_model_of(known), [unwrap(each) for each in known])
 
 
 def _model_of(optimizers: Sequence[Any]) -> nn.Module | None:
@@ -234,8 +234,8 @@ class OpRecorder:
 def _optimizers(given: Any) -> list[Any]:
     optimizers = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     for each in optimizers:
-        check_kind("optimizer", bare(each), torch.optim.Optimizer, "a torch.optim.Optimizer")
-    return [bare(each) for each in optimizers]
+        check_kind("optimizer", unwrap(each), torch.optim.Optimizer, "a torch.optim.Optimizer")
+    return [unwrap(each) for each in optimizers]
 
 
 def _device(given: torch.device | str | None, model: nn.Module | None) -> torch.device:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..casting.current import thread
 from ..casting.scope import NO_CASTING, active_casting
 from ..core.errors import UsageError
-from ..core.inner_optimizers import bare
+from ..core.inner_optimizers import unwrap
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.class_swap import rebase
 from ..optimizers.fuse import FusedTorchOptimizer, fused_base, unfuse
@@ -58,7 +58,7 @@ def attached_to(optimizer: object) -> AttachedOptimizer | None:
 
     The attribute has Apex's name ``_amp_stash``, because scripts check for it to know if amp is on.
     """
-    found = getattr(optimizer, "_amp_stash", None) or getattr(bare(optimizer), "_amp_stash", None)
+    found = getattr(optimizer, "_amp_stash", None) or getattr(unwrap(optimizer), "_amp_stash", None)
     return found if isinstance(found, AttachedOptimizer) else None
 
 
@@ -318,7 +318,7 @@ class AttachedOptimizer:
             except ClosureOverflowed:
                 return self._skip()
             except SparseGradient:
-                if not (keeper.any and isinstance(optimizer, FusedTorchOptimizer)):
+                if not (keeper.has_masters and isinstance(optimizer, FusedTorchOptimizer)):
                     raise
                 returned = self._step_unfused(found_inf, args, kwargs)
                 return returned if closure is None else vars(closure)["loss"]
@@ -406,7 +406,7 @@ class AttachedOptimizer:
             base: the class that the optimizer had before it was attached.
             state: the result of the optimizer's ``__getstate__``.
         """
-        return _rebuild, (base, state, self.keeper.any, self.keeper.started(), self.verbose, self.session)
+        return _rebuild, (base, state, self.keeper.has_masters, self.keeper.started(), self.verbose, self.session)
 
 
 def _start_momentum(optimizer: torch.optim.SGD) -> bool:

@@ -466,7 +466,7 @@ class Window:
 
     def _find_wrappers(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Find the DDP wrappers around the parameters, and return the parameters that have masters."""
-        half = self.keeper.table.halves() if self.keeper.any else []
+        half = self.keeper.table.halves() if self.keeper.has_masters else []
         if not self.delegates_to_outer:
             if "ranks" not in vars(self):
                 self.ranks = RankSync()

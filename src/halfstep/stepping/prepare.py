@@ -21,7 +21,7 @@ from ..casting.scope import OpCasting
 from ..casting.sharded import check_sharded
 from ..core.dtypes import HALF_DTYPES, StateForm, is_half
 from ..core.errors import UsageError
-from ..core.inner_optimizers import bare, inner_optimizer
+from ..core.inner_optimizers import inner_optimizer, unwrap
 from ..core.policy import Policy
 from ..kernels.launch import backend_for
 from ..optimizers.base import FusedOptimizer
@@ -104,7 +104,7 @@ def prepare_model(
         parameter.
     """
     originals: dict[int, torch.Tensor] = {}
-    spared: list[str] = []
+    fp32_buffers: list[str] = []
     if policy.param_dtype is not None:
         before = {id(p): p.detach() for p in model.parameters() if keep_originals and p.requires_grad}
         stays_wide = wide_grads or keep_originals
@@ -112,12 +112,12 @@ def prepare_model(
         for param, _ in grads:
             param.grad = None
         try:
-            spared = modules.cast_module(
+            fp32_buffers = modules.cast_module(
                 model,
                 policy.param_dtype,
                 keep=keep or (lambda module: policy.keep_batchnorm_fp32 and isinstance(module, modules.BatchNorm)),
                 chosen=chosen,
-                spare_buffers=casting is not None and casting.meets,
+                spare_buffers=casting is not None and casting.retries,
             )
         finally:  # `cast_module` may refuse a group of FSDP2
             for param, grad in grads:
@@ -130,15 +130,15 @@ def prepare_model(
                 param.grad_dtype = torch.float32
     if policy.param_dtype not in HALF_DTYPES:
         wide = {module: dtype for module, dtype in chosen.items() if dtype is torch.float32}
-        modules.add_borders(model, wide, None, meets=policy.casts_ops)
+        modules.add_borders(model, wide, None, retries=policy.casts_ops)
     modules.add_hooks(
         model,
         inputs=None if policy.casts_ops else policy.compute_dtype,
         outputs=policy.output_dtype,
         saved=save_dtype,
         casting=None if modules.has_casting(model) else casting,
-        always_meets=bool(policy.cast_ops or policy.op_lists or torch.float32 in chosen.values()),
-        spared=spared,
+        always_retries=bool(policy.cast_ops or policy.op_lists or torch.float32 in chosen.values()),
+        fp32_buffers=fp32_buffers,
     )
     return originals
 
@@ -167,7 +167,7 @@ def prepare_optimizer(
         verbose: True to log skipped steps.
         delegates_to_outer: True if another attached optimizer contains this optimizer and sends the messages to ranks.
     """
-    optimizer = bare(optimizer)
+    optimizer = unwrap(optimizer)
     masters = policy.master_weights
     sharded = _sharded_state(optimizer)
     if sharded is not None:  # the inner optimizer steps the parameters of this rank
@@ -216,9 +216,9 @@ def check(
     Raises:
         UsageError: if a model or optimizer is in a list twice, is already prepared, or is not supported.
     """
-    if len(set(map(id, models))) < len(models) or len({id(bare(one)) for one in optimizers}) < len(optimizers):
+    if len(set(map(id, models))) < len(models) or len({id(unwrap(one)) for one in optimizers}) < len(optimizers):
         raise UsageError(f"A model or optimizer is in the list twice; give {caller} each one once.")
-    for optimizer in map(bare, optimizers) if dtype is not None else ():
+    for optimizer in map(unwrap, optimizers) if dtype is not None else ():
         if _sharded_state(optimizer) is not None and optimizer.parameters_as_bucket_view:
             raise UsageError(
                 f"{caller}: the ZeroRedundancyOptimizer was made with parameters_as_bucket_view=True. It sends weights "
@@ -250,7 +250,7 @@ def check(
                 "supports 16-bit shards."
             )
     known = {id(param) for model in models for param in model.parameters()}
-    for optimizer in map(bare, optimizers):
+    for optimizer in map(unwrap, optimizers):
         kind = type(optimizer).__name__
         if attached_to(optimizer) is not None:
             raise UsageError(
@@ -288,7 +288,7 @@ def check_state_form(caller: str, optimizers: Sequence[Any], form: StateForm, *,
     params = Counter(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
     alone = max(params.values(), default=1) == 1
     for optimizer in optimizers:
-        inside = bare(optimizer)
+        inside = unwrap(optimizer)
         wrapped = inner_optimizer(inside) is not None or _sharded_state(inside) is not None
         if not has_moments(inside) or wrapped or (not isinstance(inside, FusedOptimizer) and not (fused and alone)):
             raise UsageError(

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...core.checks import check_count, check_kind
 from ...core.dtypes import is_half
-from ...core.inner_optimizers import bare
+from ...core.inner_optimizers import unwrap
 from ...core.policy import Policy
 from ...formats.findings import RULES as OF_FORMATS
 from ...parameters.loss_scaler import DeviceLossScaler
@@ -77,7 +77,7 @@ def check(
     check_kind("model", model, nn.Module, "a torch.nn.Module")
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     for each in optimizers:
-        check_kind("optimizer", bare(each), torch.optim.Optimizer, "a torch.optim.Optimizer")
+        check_kind("optimizer", unwrap(each), torch.optim.Optimizer, "a torch.optim.Optimizer")
     check_kind("scaler", scaler, (torch.amp.GradScaler, DeviceLossScaler, NoneType), "a torch or halfstep GradScaler")
     check_kind("policy", policy, (Policy, NoneType), "a halfstep.Policy")
     check_count("accumulate", accumulate)

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...casting.modules import hooks_of
 from ...core.dtypes import HALF_DTYPES, is_half
-from ...core.inner_optimizers import bare
+from ...core.inner_optimizers import unwrap
 from ...core.policy import Policy
 from ...parameters.ledger import get_grads
 from ...parameters.loss_scaler import DeviceLossScaler
@@ -63,7 +63,7 @@ class Facts:
     forward: Forward | None = None
 
     def __post_init__(self) -> None:
-        self.optimizers = list(map(bare, self.optimizers))
+        self.optimizers = list(map(unwrap, self.optimizers))
         self.scalers = [*self.scalers, *self._session_scalers()]
         self.modules = modules_in([self.model])
         self.own_params = [p for module in self.modules for p in parameters_of(module).values() if p is not None]
@@ -213,11 +213,11 @@ class Facts:
         """The modules that have 16-bit buffers, or 16-bit parameters without masters, by their qualified names."""
         if not self.has_halves:
             return []
-        bare = set(map(id, self.halves))
+        unwrap = set(map(id, self.halves))
         return [
             (name, module)
             for module, name in self.module_names.items()
-            if not bare.isdisjoint(map(id, parameters_of(module).values()))
+            if not unwrap.isdisjoint(map(id, parameters_of(module).values()))
             or any(b is not None and is_half(b) for b in buffers_of(module).values())
         ]
 

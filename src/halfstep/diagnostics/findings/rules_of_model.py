@@ -177,10 +177,10 @@ def inputs_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
 def buffers_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
     """HS119: buffers kept in fp32: a cast would give 0 or inf, or they are frequencies, or the model updates them."""
     passes = hooks_of(facts.model).passes
-    if passes is not None and passes.spared:
+    if passes is not None and passes.fp32_buffers:
         dtype = dtype_name(passes.casting.dtype)
         text = f"Buffers stay float32: {dtype} would lose their values, or the updates that the model makes to them."
-        yield Found("note", listed(list(passes.spared)), text, {"buffers": list(passes.spared)})
+        yield Found("note", listed(list(passes.fp32_buffers)), text, {"buffers": list(passes.fp32_buffers)})
 
 
 ROUNDED = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...core.checks import check_count, check_kind
-from ...core.inner_optimizers import bare
+from ...core.inner_optimizers import unwrap
 from ...parameters.async_reader import AsyncReader, capturing
 from ...parameters.ledger import get_grads
 from ...stepping.attached import attached_to
@@ -49,7 +49,7 @@ def watch(optimizer: Any, every: int = 100) -> Watch:
         ArgumentTypeError: if ``optimizer`` is not an optimizer.
         ArgumentValueError: for ``every`` below 1.
     """
-    inner = bare(optimizer)
+    inner = unwrap(optimizer)
     check_kind("optimizer", inner, torch.optim.Optimizer, "a torch.optim.Optimizer")
     check_count("every", every)
     return Watch(inner, every)

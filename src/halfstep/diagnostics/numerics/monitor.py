@@ -14,7 +14,7 @@ from torch import nn
 from ...casting.scope import NO_CASTING
 from ...core.checks import check_count
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ...core.inner_optimizers import bare
+from ...core.inner_optimizers import unwrap
 from ...formats.findings import RULES as OF_FORMATS
 from ...kernels.tensor_table import Number
 from ...optimizers.base import FusedOptimizer
@@ -101,7 +101,7 @@ class Monitor:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"Monitor takes a torch.nn.Module, not {type(model).__name__}.")
-        self._optimizer = None if optimizer is None else bare(optimizer)
+        self._optimizer = None if optimizer is None else unwrap(optimizer)
         if self._optimizer is not None and not isinstance(self._optimizer, torch.optim.Optimizer):
             raise ArgumentTypeError(f"Monitor takes a torch.optim.Optimizer, not {type(optimizer).__name__}.")
         for name, number in (("every", 100 if every is None else every), ("sample", sample)):

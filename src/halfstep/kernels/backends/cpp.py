@@ -78,7 +78,7 @@ static inline float join(uint16_t weight, int16_t remainder) {
   const float careful = alone != alone ? of_bits(high | low) : alone;
   return sum != sum ? careful : sum;
 }
-template <class T> static inline acc honoured(float master, T weight) {
+template <class T> static inline acc after_writes(float master, T weight) {
   const acc kept = wide(narrow<T>((acc)master)), found = wide(weight);
   return (kept == found || (kept != kept && found != found)) ? (acc)master : found;
 }
@@ -319,7 +319,7 @@ def _line(i: int, op: str, args: tuple[int | float | str, ...], storages: dict[s
         name = str(args[0])
         if storages[name].kind == "blockwise":
             return f"const acc v{i} = {name}2[{name}0[i]] * {name}_scale;"
-        both = {"split": "join", "plain": "honoured"}.get(storages[name].kind)
+        both = {"split": "join", "plain": "after_writes"}.get(storages[name].kind)
         return f"const acc v{i} = " + (f"{both}({name}0[i], {name}1[i]);" if both else f"wide({name}0[i]);")
     if op == "scalar":
         return f"const acc v{i} = s_{args[0]};"

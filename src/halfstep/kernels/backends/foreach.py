@@ -10,7 +10,7 @@ import torch
 from ...core.scalars import in_scalar_dtype, scalar_dtype
 from ..blockwise import dequantize, quantize
 from ..expr import ElementwiseKernel, trace
-from ..storage import Storage, honoured, join, round_stochastic, split
+from ..storage import Storage, after_writes, join, round_stochastic, split
 from ..tensor_table import Launcher, Number, Scalars, TensorTable
 
 __all__ = ["ForeachLauncher", "Lanes", "PerRow", "numbers_of", "store", "zeros_and_largest"]
@@ -130,7 +130,7 @@ def _load(table: TensorTable, name: str) -> list[torch.Tensor]:
         return wide if table.compute_dtype is torch.float32 else [each.to(table.compute_dtype) for each in wide]
     source = parts[0]
     if storage.kind == "plain":
-        source = [honoured(master, weight) for master, weight in zip(*parts, strict=True)]
+        source = [after_writes(master, weight) for master, weight in zip(*parts, strict=True)]
     if storage.dtypes[0] == table.compute_dtype:
         return source
     wide = [torch.empty_like(t, dtype=table.compute_dtype) for t in source]

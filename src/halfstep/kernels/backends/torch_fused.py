@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..expr import ElementwiseKernel, trace
-from ..storage import honoured, join
+from ..storage import after_writes, join
 from ..tensor_table import Launcher, PointerTable, Scalars, TensorTable
 from .foreach import ForeachLauncher, Lanes, PerRow, numbers_of, store, zeros_and_largest
 
@@ -152,7 +152,7 @@ class PieceLauncher(Launcher):
             kept, found = (room.copy(f"{name} {part}", storage.dtypes[1], piece, parts[part]) for part in (0, 1))
             if not torch.equal(kept.view(torch.int64), found.view(torch.int64)):
                 for value, master, weight in zip(values, *parts, strict=True):
-                    value.copy_(honoured(master, weight))
+                    value.copy_(after_writes(master, weight))
         return values
 
 

@@ -62,7 +62,7 @@ def wide(x):
 
 
 @triton.jit
-def honoured(master, rounded, weight):
+def after_writes(master, rounded, weight):
     kept = wide(rounded)
     found = wide(weight)
     return tl.where((kept == found) | ((kept != kept) & (found != found)), master, found)
@@ -290,7 +290,7 @@ def _loads(i: int, name: str, storage: Storage, acc: str) -> list[str]:
     if storage.kind == "split":
         return [*lines, f"v{i} = join({name}0_in, {name}1_in)"]
     rounded = _rounded(f"{name}0_in", storage.dtypes[1])
-    return [*lines, f"v{i} = honoured({name}0_in, {rounded}, {name}1_in).to({acc})"]
+    return [*lines, f"v{i} = after_writes({name}0_in, {rounded}, {name}1_in).to({acc})"]
 
 
 def _stores(name: str, storage: Storage, value: str) -> list[str]:
