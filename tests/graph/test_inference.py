@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from halfstep import static
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
+from halfstep.core.errors import ArgumentValueError, UsageError
 
 
 def network() -> nn.Module:
@@ -126,26 +126,6 @@ def test_inputs_come_in_the_order_that_is_asked_for(tmp_path: Path) -> None:
     loaded, names, targets = static.load_inference_model(tmp_path / "net")
     assert names == ["b", "a"]
     assert static.Executor().run(loaded, {"a": torch.ones(2), "b": torch.zeros(2)}, targets)[0].tolist() == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("feed", "fetch", "error", "message"),
-    [
-        (["x"], None, ArgumentValueError, "feed_vars has 'x', and this program takes input, label"),
-        ([], None, ArgumentValueError, "computed from 'input', too; name it in feed_vars"),
-        (["input"], [], ArgumentValueError, "fetch_vars is empty"),
-        (["input"], ["output"], ArgumentTypeError, r"fetch_vars must be values from static\.data"),
-        (["input"], "output", ArgumentTypeError, "fetch_vars must be values of a program, or a list"),
-        (3, None, ArgumentTypeError, "feed_vars must be inputs from static"),
-    ],
-)
-def test_wrong_uses(feed: Any, fetch: Any, error: type[HalfstepError], message: str, tmp_path: Path) -> None:
-    program = static.capture(nn.Linear(4, 2), nn.MSELoss(), [torch.randn(3, 4), torch.randn(3, 2)])
-    with pytest.raises(error, match=message):
-        static.save_inference_model(tmp_path / "net", feed, program.outputs if fetch is None else fetch)
-    with pytest.raises(ArgumentTypeError, match=r"program must be a static\.Program"):
-        static.save_inference_model(tmp_path / "net", ["input"], program.outputs, program=3)  # type: ignore[arg-type]
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---- nothing is unpickled

@@ -546,33 +546,6 @@ def test_the_state_of_a_decorated_optimizer_resumes_its_training(level: str, tmp
         two.set_state_dict({"state": {}})
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda p, o: static.amp.decorate(o, use_pure_fp16=True, level="O2"), "different signatures"),
-        (lambda p, o: static.amp.decorate(p), "optimizer must be a torch.optim.Optimizer, not Program"),
-        (lambda p, o: static.amp.decorate(o, level="O4"), "level='O4'"),
-        (lambda p, o: static.amp.decorate(o, dtype="float32"), "dtype='float32'"),
-        (lambda p, o: static.amp.decorate(o).amp_init("cpu"), "Please call the minimize method first"),
-        (lambda p, o: static.amp.decorate(o).get_loss_scaling(), "Please call minimize"),
-        (lambda p, o: static.amp.decorate(o).minimize(torch.ones(())), "minimize takes program.loss"),
-        (lambda p, o: static.amp.CustomOpLists(["relu"], ["relu"]), "relu"),
-        (lambda p, o: static.amp.CustomOpLists(["no_such_op"]), "no_such_op"),
-        (lambda p, o: static.Executor().run(p, {"input": torch.ones(2, 4)}), "takes input, label"),
-        (lambda p, o: static.Executor().run(p, {"input": 1, "label": 2, "x": 3}), "takes input, label"),
-        (lambda p, o: static.Executor().run(o, {}), "takes a Program from static.capture, not SGD"),
-        (lambda p, o: static.capture(o, None, [torch.ones(1)]), "must be a torch.nn.Module, not SGD"),
-        (lambda p, o: static.capture(nn.Linear(1, 1), None, ["x"]), "must be tensors"),
-        (lambda p, o: static.capture(nn.Linear(4, 1), None, [torch.ones(1, 5)]), "torch.export cannot capture Linear"),
-        (lambda p, o: static.capture(nn.Linear(1, 1), None, [torch.ones(1)]).loss, "captured without a loss"),
-    ],
-)
-def test_errors(call: Any, message: str) -> None:
-    _, program, optimizer = ready()
-    with pytest.raises(HalfstepError, match=message):
-        call(program, optimizer)
-
-
 def test_explain_and_black_values() -> None:
     model, program, optimizer = ready()
     assert "nothing was decorated" in program.explain()

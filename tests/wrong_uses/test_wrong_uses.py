@@ -19,6 +19,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from halfstep import static
 from halfstep.cli.app import app
 from halfstep.core import errors
 from halfstep.core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, HalfstepError
@@ -99,6 +100,9 @@ def test_a_wrong_use_is_refused_in_words_that_help(row: Wrong, monkeypatch: pyte
     assert [name for name in before if not same(before[name], after[name])] == []
     if hasattr(world, "handle"):
         world.handle._deactivate()  # it has a hook on every module
+    if hasattr(world, "guard"):
+        world.guard.__exit__(None, None, None)
+        static.disable_static()
 
 
 def test_the_tables_are_long_and_have_no_row_twice() -> None:

@@ -87,6 +87,11 @@ def fp32_hook(w: World) -> None:
             loss.backward()
 
 
+def mixed_programs(w: World) -> None:
+    with static.program_guard(static.Program()):
+        static.data("x", [2, 4]) + w.x
+
+
 def nested(w: World) -> None:
     with amp.scale_loss(w.loss, w.optimizer), amp.scale_loss(w.loss, w.optimizer):
         pass

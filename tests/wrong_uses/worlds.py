@@ -178,6 +178,23 @@ def captured() -> World:
     )
 
 
+def building() -> World:
+    """Static mode, and a program with an input ``x``."""
+    static.enable_static()
+    guard = static.program_guard(static.Program(), static.Program())
+    guard.__enter__()
+    world = plain()
+    return World(guard=guard, layer=world.model[0], optimizer=world.optimizer, x=static.data("x", [2, 4]))
+
+
+def ended() -> World:
+    """Static mode, and a program that ``minimize`` has ended."""
+    world = building()
+    world.loss = world.layer(world.x).mean()
+    world.optimizer.minimize(world.loss)
+    return world
+
+
 def networked() -> World:
     """A ``halfstep.Model`` that is prepared, with a dataset."""
     world = plain()
@@ -230,6 +247,8 @@ def _state(value: Any) -> Any:
         return value.optimizer, value._loss, value.scaler, value._scope
     if isinstance(value, (amp.GradScaler, fp16_utils.FP16_Optimizer)):
         return deepcopy(value.state_dict())
+    if isinstance(value, static.Variable):
+        return value.name  # it has no numbers
     return _copied(value) if isinstance(value, torch.Tensor) else None
 
 
