@@ -2,7 +2,8 @@
 
 A CNN, a transformer and an LSTM have 1 to 4 faults each, of six sorts, at places that the seed chooses. They run at
 O2 in float16. With ``--rank`` the scores are compared with the truth instead: a transformer of 44 units with one
-fault, and the change of the loss with each unit alone in 16 bits. ``--products`` scores the products of a decoder.
+fault, and the change of the loss with each unit alone in 16 bits. ``--speed`` times a step of that transformer
+with the answer of a search. ``--products`` scores the products of a decoder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=100, help="models of each kind (default 100)")
     parser.add_argument("--first-seed", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--rank", action="store_true", help="compare the scores with each unit alone in 16 bits")
-    parser.add_argument("--width", type=int, default=64, help="of the transformer of --rank (default 64)")
+    parser.add_argument("--width", type=int, default=64, help="of the transformer of --rank and --speed (default 64)")
+    parser.add_argument("--speed", action="store_true", help="time a step with the answer and with all in 16 bits")
     parser.add_argument("--products", action="store_true", help="score the products of a decoder in NVFP4")
     parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
 
@@ -36,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")
     if args.rank:
         return rank(args.width)
+    if args.speed:
+        return speed(args.width)
     if args.products:
         return products()
     figures = {}
@@ -78,14 +82,9 @@ def rank(width: int) -> int:
     from halfstep.searching.scores import scores as scores_of
     from halfstep.searching.trials import Setting, copied
     from halfstep.searching.units import watched
-    from tests.searching.planted import Attention, Fault, Head, step
+    from tests.searching.planted import step
 
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    parts = [(nn.LayerNorm(width), Attention(width), nn.LayerNorm(width), *_mlp(width)) for _ in range(6)]
-    model = nn.Sequential(nn.Linear(width, width), *(each for part in parts for each in part), Head(width))
-    model.insert(20, Fault("variance"))
-    batches = [(torch.randn(16, 32, width), torch.randint(5, (16,))) for _ in range(8)]
+    model, batches = _transformer(width, 8)
     units = watched(model, lambda: step(model, batches[0])).modules(model)
     exact = copied(model).double()
     for dtype in (torch.bfloat16, torch.float16):
@@ -126,6 +125,42 @@ def rank(width: int) -> int:
             "times as long as the scores",
             flush=True,
         )
+    return 0
+
+
+def speed(width: int) -> int:
+    """Print the CPU time of a forward and a backward pass at O2 in float16 with the answer, in fp32 and all in 16 bits.
+
+    Times are CPU times of one thread, as medians of interleaved steps. The optimizer is left out, because with all in
+    16 bits the gradients are NaN, and it would skip its steps.
+    """
+    import copy
+
+    from halfstep import amp
+    from tests.searching.planted import step
+
+    model, batches = _transformer(width, 16)
+    found = halfstep.search(model, step, batches, dtype="float16", level="O2", progress=False)
+    print(found)
+    plain = {"opt_level": "O2", "dtype": "float16"}
+    options = {"fp32": {"opt_level": "O0"}, "the answer": found.options, "all in 16 bits": plain}
+    trained = {}
+    for name, given in options.items():
+        trained[name] = amp.initialize(copy.deepcopy(model), verbosity=0, **given)
+    seconds: dict[str, list[float]] = {name: [] for name in trained}
+    for number in range(33):
+        for name, one in trained.items():
+            begin = time.process_time()
+            (128.0 * step(one, batches[number % 16])).backward()
+            one.zero_grad()
+            seconds[name].append(time.process_time() - begin)
+    medians = {name: statistics.median(each[3:]) for name, each in seconds.items()}  # the first warm up
+    answer = medians["the answer"]
+    print(", ".join(f"{name} {1e3 * each:.1f} ms" for name, each in medians.items()))
+    print(
+        f"speed of the answer: {medians['all in 16 bits'] / answer:.3f} of all in 16 bits, "
+        f"{medians['fp32'] / answer:.2f} times fp32"
+    )
     return 0
 
 
@@ -197,6 +232,21 @@ def alone(unit: Any, low: Any, dtype: Any) -> Iterator[None]:
     unit.forward = lambda x: low(x.to(dtype)).to(dtype).double()
     yield
     del unit.forward
+
+
+def _transformer(width: int, count: int) -> tuple[Any, list[Any]]:
+    """A transformer of 44 units with one fault and some batches, for runs in one thread."""
+    import torch
+    from torch import nn
+
+    from tests.searching.planted import Attention, Fault, Head
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    parts = [(nn.LayerNorm(width), Attention(width), nn.LayerNorm(width), *_mlp(width)) for _ in range(6)]
+    model = nn.Sequential(nn.Linear(width, width), *(each for part in parts for each in part), Head(width))
+    model.insert(20, Fault("variance"))
+    return model, [(torch.randn(16, 32, width), torch.randint(5, (16,))) for _ in range(count)]
 
 
 def _mlp(width: int) -> Sequence[Any]:

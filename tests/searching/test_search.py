@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from halfstep import Guard, HalfstepError, OpLists, SearchResult, amp
 from halfstep.cli.app import app
 from halfstep.formats.layers import recipe_of
 from halfstep.formats.recipe import RECIPES, Recipe
+from halfstep.searching.guard import Outcome
 from tools import search_picture
 
 from .planted import KINDS, Chain, Planted, planted, step
@@ -340,13 +342,19 @@ def test_a_page_and_a_table(tmp_path: Path) -> None:
     result.report(tmp_path / "search.html", "halfstep search a:b")
     page = (tmp_path / "search.html").read_text()
     assert all(text in page for text in ("What must stay in fp32", "Guarded runs", "halfstep search a:b", "Scores"))
+    assert all(f'title="{unit}"' in page for unit in result.scores)  # each bar has the name of its unit
     rows = result.table()
     assert {row["unit"] for row in rows if row["fp32"]} == case.faults
-    shares = [share for share, _ in result.frontier()]
-    assert shares == sorted(shares)
-    assert 0.0 <= shares[0] <= shares[-1] == 1.0
-    here = {outcome.loss for _, outcome in result.runs if outcome.reference == result.runs[0][1].reference}
-    assert {loss for _, loss in result.frontier()} <= here  # not of the batches that confirm
+    (share, loss), *more = SearchResult(
+        *("found", (), "O2", "float16", "module"),
+        flops={"a": 1, "b": 1, "c": 2},
+        runs=[
+            (tuple(wide), Outcome(True, 1.0 + d, 1.0, d, 0.0))
+            for wide, d in (((), 0.4), ("a", 0.1), ("b", -0.3), ("c", 0.2))
+        ]
+        + [(("a", "b"), Outcome(True, 1.01, 1.0, 0.01, 0.0)), (("a",), Outcome(True, 2.1, 2.0, 0.0, 0.0))],
+    ).frontier()
+    assert (share, loss, more) == (0.5, 1.01, [(0.75, 1.1), (1.0, 1.4)])
 
 
 def test_the_picture_of_the_page_is_of_its_saved_result() -> None:
@@ -428,17 +436,20 @@ def test_a_guard_with_a_metric() -> None:
             Guard(**wrong)
 
 
+@pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize("name", ["tests.searching.test_search:healthy", f"{__file__}:healthy"])
-def test_the_command_prints_the_answer(name: str, tmp_path: Path) -> None:
+def test_the_command_prints_the_answer(name: str, terminal: bool, tmp_path: Path) -> None:
     if name.startswith("/"):
         file = tmp_path / "case.py"
         file.write_text("from tests.searching.test_search import healthy\n")
         name = f"{file}:healthy"
     files = [f"--report={tmp_path / 'a.html'}", f"--save={tmp_path / 'a.json'}"]
-    result = CliRunner().invoke(app, ["search", name, "--dtype=bfloat16", "--level=O2", *files])
+    env = {"FORCE_COLOR": "1"} if terminal else {}  # for rich, a terminal
+    result = CliRunner().invoke(app, ["search", name, "--dtype=bfloat16", "--level=O2", *files], env=env)
     assert result.exit_code == 0, result.output
     assert "nothing must stay in fp32" in result.output
-    assert "search: fp32, 0 guarded runs" in result.output
+    assert ("search: fp32, 0 guarded runs, 14 units\n" in result.output) == (not terminal)
+    assert re.search(r"search: confirm, 1 guarded runs, 0 of 14 in fp32; 0 are enough", result.output)
     assert SearchResult.load(tmp_path / "a.json").keep == ()
     assert (tmp_path / "a.html").exists()
 

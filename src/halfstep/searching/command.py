@@ -25,12 +25,23 @@ def command(source: str, budget: int | None, report: str | None, save: str | Non
     FUNCTION takes no arguments and returns a model in fp32, a step of (model, batch) that returns the loss, and
     batches. Exits with 1 if there is no answer.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     from ..core.errors import HalfstepError
     from ..diagnostics.named import named
     from .search import search
 
+    console = Console(stderr=True)
+    columns = (TextColumn("search: {task.description}"), BarColumn(20), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("", total=budget)
+
     def say(stage: str, runs: int, known: str) -> None:
-        click.echo(f"search: {stage}, {runs} guarded runs, {known}", err=True)
+        text = f"{stage}, {runs} guarded runs, {known}"
+        bar.update(task, description=text, completed=runs)
+        if bar.disable:
+            click.echo(f"search: {text}", err=True)
 
     function = named(source)
     if not callable(function):
@@ -39,7 +50,8 @@ def command(source: str, budget: int | None, report: str | None, save: str | Non
     if not isinstance(given, tuple) or len(given) != 3:
         raise click.ClickException(f"{source} must return (model, step, batches), not {type(given).__name__}.")
     try:
-        found = search(*given, budget=budget, progress=say, **options)
+        with bar:
+            found = search(*given, budget=budget, progress=say, **options)
     except HalfstepError as error:
         raise click.ClickException(str(error)) from None
     click.echo(str(found))

@@ -104,7 +104,9 @@ class Finder:
         if key not in self._known:
             if self.budget is not None and len(self.history) >= self.budget:
                 raise CannotError(f"the budget of {self.budget} guarded runs has ended.")
-            self.say("confirm" if fresh else "search", len(self.history), f"{len(names)} in fp32")
+            enough = f"; {len(self.best())} are enough" if any(one.passed for _, one in self.history) else ""
+            known = f"{len(names)} of {len(self.units)} in fp32{enough}"
+            self.say("confirm" if fresh else "search", len(self.history), known)
             runs = len(self._losses(fresh)) // len(self.batches[fresh])
             losses = [loss for run in self.trials.losses(self.batches[fresh], runs, names) for loss in run]
             self._add(names, fresh, compared(losses, self._losses(fresh), self.tolerance))
@@ -144,7 +146,7 @@ class Finder:
         return [name for name in self.scores if name not in self.always]
 
     def _confirmed(self, found: list[str]) -> list[str]:
-        """The set, or the smallest larger one that has passed and passes on fresh batches, too."""
+        """The set, or the smallest larger one that has passed and also passes on fresh batches."""
         larger = {wide for wide, outcome in self.history if outcome.passed and set(found) <= set(wide)}
         for wide in [tuple(found), *sorted(larger, key=len)]:
             if self.test(wide, fresh=True):

@@ -18,11 +18,11 @@ from ..core.oplists import OpLists
 from ..core.policy import Policy
 from ..core.text import counted
 from ..diagnostics.pages import (
-    Line,
+    Bar,
     Shown,
+    bars,
     figure,
     header,
-    lines,
     made_by,
     note,
     section,
@@ -37,6 +37,8 @@ from .trials import Setting
 __all__ = ["SearchResult"]
 
 _FORMAT = "halfstep.search 1"
+
+_MOST_BARS = 40
 
 
 @dataclass(frozen=True)
@@ -173,17 +175,23 @@ class SearchResult(Shown):
         ]
 
     def frontier(self) -> list[tuple[float, float]]:
-        """Pairs (share of flops below fp32, loss) of the guarded runs, by the share; of runs with a share, the best.
+        """Pairs (share of flops below fp32, loss) of guarded runs, by the share: what more fp32 brings.
 
-        Runs on the fresh batches that confirm the answer have other losses, and are left out.
+        A run is a point only if its loss is nearer to the loss of fp32 than the losses of all runs with a larger share,
+        so along the frontier the difference falls with the share. Runs on the fresh batches that confirm the answer
+        have other losses, and are left out.
         """
         total = sum(self.flops.values()) or 1
-        pairs: dict[float, Outcome] = {}
-        for wide, outcome in self.runs:
-            share = 1.0 - sum(self.flops.get(name, 0) for name in wide) / total
-            if outcome.reference == self.runs[0][1].reference:
-                pairs[share] = min(pairs.get(share, outcome), outcome, key=lambda each: abs(each.difference))
-        return [(share, pairs[share].loss) for share in sorted(pairs)]
+        runs = [
+            (sum(self.flops.get(name, 0) for name in wide) / total, outcome)
+            for wide, outcome in self.runs
+            if outcome.reference == self.runs[0][1].reference
+        ]
+        found: list[tuple[float, Outcome]] = []
+        for wide_share, outcome in sorted(runs, key=lambda each: (each[0], abs(each[1].difference))):
+            if not found or abs(outcome.difference) < abs(found[-1][1].difference):
+                found.append((wide_share, outcome))
+        return [(1.0 - wide_share, outcome.loss) for wide_share, outcome in reversed(found)]
 
     def report(self, path: str | Path, command: str | None = None) -> None:
         """Write one self-contained HTML page with the answer, the scores and the guarded runs.
@@ -194,16 +202,22 @@ class SearchResult(Shown):
         """
         parts = [header("halfstep search", "What must stay in fp32", made_by(command))]
         parts += [note(line.strip()) for line in str(self).splitlines() if line.strip()]
-        points = [
-            (place + 1, math.log2(row["forward"] + row["backward"]))
-            for place, row in enumerate(self.table())
-            if 0.0 < row["forward"] + row["backward"] < math.inf
-        ]
-        if len(points) > 1:
-            low, high = (pick(value for _, value in points) for pick in (min, max))
-            drawn = [Line("score", points, stairs=True)]
-            picture = lines("Scores", "The score of each unit, by rank.", drawn, low=low - 1.0, high=high + 1.0)
-            parts.append(section("Scores", figure(picture, caption="Each unit by its rank, on a logarithmic scale.")))
+        totals = {row["unit"]: row["forward"] + row["backward"] for row in self.table()[:_MOST_BARS]}
+        logs = [math.log2(total) for total in totals.values() if 0.0 < total < math.inf]
+        if logs:
+            low, across = min(logs) - 1.0, max(logs) - min(logs) + 2.0
+            drawn = [
+                Bar(
+                    name,
+                    f"{total:.1e}" if total < math.inf else "overflows",
+                    1.0 if total == math.inf else (math.log2(total) - low) / across if total else 0.0,
+                    alarming=name in self.keep,
+                )
+                for name, total in totals.items()
+            ]
+            picture = bars("Scores", "The score of each unit.", drawn, mark=1.0, value_name="score")
+            caption = f"The highest scores, on a logarithmic scale. Highlighted units stay in {self._words[1]}."
+            parts.append(section("Scores", figure(picture, caption=caption)))
         rows = [
             [row["unit"], self._words[1 if row["fp32"] else 2], f"{row['forward']:.2e}", f"{row['backward']:.2e}"]
             for row in self.table()
