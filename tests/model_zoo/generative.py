@@ -7,7 +7,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import autograd, distributions, nn
+from torch import distributions, nn
 
 from .kinds import kind
 
@@ -99,22 +99,6 @@ def gan():
         )
 
     return [discriminator, generator], [d_loss, g_loss]
-
-
-@kind("WGAN-GP", steps=20, lr=5e-3)
-def wgan_gp():
-    critic = mlp(2, 16, 1, activation=nn.Softplus)
-    real, fake = moons(32), torch.randn(32, 2) * 0.3 + 3
-    alpha = torch.rand(32, 1)
-
-    def loss():
-        interpolates = (alpha * real + (1 - alpha) * fake).requires_grad_()
-        out = critic(interpolates)
-        gradients = autograd.grad(out, interpolates, torch.ones(out.size()), create_graph=True, retain_graph=True)[0]
-        penalty = ((gradients.norm(2, dim=1) - 1) ** 2).mean()
-        return critic(fake).mean() - critic(real).mean() + 2 * penalty
-
-    return critic, loss
 
 
 class VAE(nn.Module):
@@ -220,37 +204,3 @@ class RealNVP(nn.Module):
 def real_nvp():
     model, x = RealNVP(), moons() * 2 + 1
     return model, lambda: -model.log_prob(x).mean()
-
-
-class NeRF(nn.Module):
-    """Positional encoding up to 2**7, volume rendering by cumprod, with a far distance of 1e10."""
-
-    def __init__(self, frequencies=8):
-        super().__init__()
-        self.freq_bands = 2.0 ** torch.linspace(0.0, frequencies - 1, frequencies)
-        self.pts = mlp(1 + 2 * frequencies, 32, 32)
-        self.alpha, self.rgb = nn.Linear(32, 1), nn.Linear(32, 3)
-
-    def encode(self, x):
-        out = [x]
-        for freq in self.freq_bands:
-            out += [torch.sin(x * freq), torch.cos(x * freq)]
-        return torch.cat(out, -1)
-
-    def forward(self, z_vals):
-        h = F.relu(self.pts(self.encode(z_vals[..., None])))
-        rgb, sigma = torch.sigmoid(self.rgb(h)), F.softplus(self.alpha(h)[..., 0])
-        dists = z_vals[..., 1:] - z_vals[..., :-1]
-        dists = torch.cat([dists, torch.Tensor([1e10]).expand(dists[..., :1].shape)], -1)
-        alpha = 1.0 - torch.exp(-sigma * dists)
-        transmittance = torch.cumprod(torch.cat([torch.ones((len(alpha), 1)), 1.0 - alpha + 1e-10], -1), -1)[:, :-1]
-        weights = alpha * transmittance
-        return torch.sum(weights[..., None] * rgb, -2), torch.sum(weights * z_vals, -1)
-
-
-@kind("NeRF", steps=30, lr=1e-2)
-def nerf():
-    model = NeRF()
-    z = torch.linspace(2, 6, 12).expand(8, 12) + torch.arange(8)[:, None] * 0.02
-    target = torch.tensor([0.9, 0.2, 0.1]).expand(8, 3)
-    return model, lambda: F.mse_loss(model(z)[0], target)

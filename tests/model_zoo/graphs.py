@@ -20,20 +20,6 @@ def ring(n=24):
     return x, edges, y
 
 
-class IndexAddConv(nn.Module):
-    def __init__(self, inp, out):
-        super().__init__()
-        self.lin, self.root = nn.Linear(inp, out, bias=False), nn.Linear(inp, out)
-
-    def forward(self, x, edge_index):
-        row, col = edge_index
-        deg = torch.zeros(x.size(0)).index_add_(0, col, torch.ones(col.size(0)))
-        norm = deg.pow(-0.5)[row] * deg.pow(-0.5)[col]
-        messages = norm.view(-1, 1) * self.lin(x)[row]
-        out = torch.zeros(x.size(0), messages.size(1))
-        return out.index_add_(0, col, messages) + self.root(x)
-
-
 class GAT(nn.Module):
     """Attention over edges, with scatter as in libraries of graph networks."""
 
@@ -80,11 +66,6 @@ def graph_network(layer):
     model = GNN(layer)
     x, edges, y = ring()
     return model, lambda: F.nll_loss(model(x, edges), y)
-
-
-@kind("GNN by index_add", steps=20, lr=1e-2)
-def gnn_index_add():
-    return graph_network(IndexAddConv)
 
 
 @kind("GNN by scatter", steps=15, lr=1e-2)

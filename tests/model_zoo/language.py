@@ -89,60 +89,6 @@ def gpt():
     return model, lambda: model(x[:, :-1], x[:, 1:])[1]
 
 
-class BertLayer(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(dim, dim) for _ in range(3))
-        self.dense, self.LayerNorm = nn.Linear(dim, dim), nn.LayerNorm(dim, eps=1e-12)
-
-    def split(self, x):
-        return x.view(x.size(0), x.size(1), 2, -1).permute(0, 2, 1, 3)
-
-    def forward(self, x, mask):
-        q, k, v = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
-        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size(-1))
-        scores = scores + mask
-        context = torch.matmul(nn.Softmax(dim=-1)(scores), v).permute(0, 2, 1, 3).contiguous()
-        return self.LayerNorm(self.dense(context.view(*context.shape[:2], -1)) + x)
-
-
-class Bert(nn.Module):
-    """The additive mask as Transformers made it at first, or as it makes it now."""
-
-    def __init__(self, lowest):
-        super().__init__()
-        self.lowest = lowest
-        self.word, self.position = nn.Embedding(16, 16), nn.Embedding(12, 16)
-        self.layers = nn.ModuleList(BertLayer(16) for _ in range(2))
-        self.pooler, self.classifier = nn.Linear(16, 16), nn.Linear(16, 3)
-
-    def forward(self, input_ids, attention_mask):
-        mask = attention_mask[:, None, None, :].to(dtype=torch.float32)
-        mask = (1.0 - mask) * self.lowest
-        x = self.word(input_ids) + self.position(torch.arange(input_ids.size(1)).expand_as(input_ids))
-        for layer in self.layers:
-            x = layer(x, mask)
-        return self.classifier(torch.tanh(self.pooler(x[:, 0])))
-
-
-def bert_on_padded(lowest):
-    model = Bert(lowest)
-    x, y = tokens(16, 11), torch.arange(16) % 3
-    x[:, 1:4] = y[:, None]
-    mask = (torch.arange(12) < torch.randint(6, 12, (16, 1))).float()
-    return model, lambda: F.cross_entropy(model(x, mask), y)
-
-
-@kind("BERT, mask of -10000", steps=15, lr=5e-3)
-def bert():
-    return bert_on_padded(-10000.0)
-
-
-@kind("BERT, mask of finfo.min", steps=15, lr=5e-3)
-def bert_finfo():
-    return bert_on_padded(torch.finfo(torch.float32).min)
-
-
 class T5LayerNorm(nn.Module):
     def __init__(self, dim, eps=1e-6):
         super().__init__()
@@ -286,29 +232,6 @@ def llama():
         return F.cross_entropy(logits.reshape(-1, 16), x[:, 1:].reshape(-1))
 
     return model, loss
-
-
-@next_token("rotary embedding of complex numbers", steps=20)
-class Rotary(nn.Module):
-    """LLaMA's first code: complex rotations from a plain attribute."""
-
-    def __init__(self, dim=16, heads=2, length=12):
-        super().__init__()
-        self.heads = heads
-        self.embed, self.wqkv, self.wo = nn.Embedding(16, dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, 16)
-        freqs = 1.0 / (10000.0 ** (torch.arange(0, dim // heads, 2).float() / (dim // heads)))
-        freqs = torch.outer(torch.arange(length), freqs).float()
-        self.freqs_cis = torch.polar(torch.ones_like(freqs), freqs)
-
-    def rotate(self, x):
-        x_ = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(x_ * self.freqs_cis[: x.size(2)]).flatten(3).type_as(x)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        q, k, v = self.wqkv(x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
-        return self.wo(y.transpose(1, 2).flatten(2) + x)
 
 
 class FNet(nn.Module):

@@ -164,29 +164,6 @@ def fno():
     return model, lambda: F.mse_loss(model(x), x.roll(4, 1))
 
 
-class DeepKernel(nn.Module):
-    """A Gaussian process on learned features: cdist, Cholesky, a logarithm of a determinant."""
-
-    def __init__(self):
-        super().__init__()
-        self.features = mlp(1, 16, 2, activation=nn.Tanh)
-        self.noise = nn.Parameter(torch.tensor(0.0))
-
-    def forward(self, x, y):
-        h = self.features(x)
-        K = torch.exp(-torch.cdist(h, h).pow(2) / 2) + (F.softplus(self.noise) + 1e-2) * torch.eye(len(x))
-        L = torch.linalg.cholesky(K)
-        alpha = torch.cholesky_solve(y, L)
-        return (0.5 * (y * alpha).sum() + L.diagonal().log().sum() + 0.5 * len(x) * math.log(2 * math.pi)) / len(x)
-
-
-@kind("deep kernel (Cholesky)", steps=25, lr=5e-2)
-def deep_kernel():
-    model = DeepKernel()
-    x = torch.linspace(-2, 2, 24)[:, None]
-    return model, lambda: model(x, torch.sin(2 * x) * 1.5)
-
-
 class BayesLinear(nn.Module):
     def __init__(self, inp, out):
         super().__init__()
@@ -216,25 +193,3 @@ class BayesByBackprop(nn.Module):
 def bayes():
     model, x = BayesByBackprop(), torch.randn(64, 2)
     return model, lambda: model(x, x.prod(1, keepdim=True) + 2)
-
-
-class TwoTower(nn.Module):
-    """A recommender: bags of items with weights, and a logit that is corrected by how often an item occurs."""
-
-    def __init__(self):
-        super().__init__()
-        self.bag, self.items = nn.EmbeddingBag(20, 8, mode="sum"), nn.Embedding(20, 8)
-        self.user = nn.Linear(8, 8)
-        self.register_buffer("frequency", torch.linspace(1e-6, 0.1, 20))
-
-    def forward(self, bags, weights, item):
-        users = self.user(self.bag(bags, per_sample_weights=weights))
-        logits = users @ self.items(item).T - torch.log(self.frequency[item])
-        return F.cross_entropy(logits, torch.arange(len(item)))
-
-
-@kind("two-tower recommender", steps=20, lr=3e-2)
-def two_tower():
-    model = TwoTower()
-    bags, item = torch.arange(16)[:, None] + torch.arange(3), torch.arange(16)
-    return model, lambda: model(bags, torch.full((16, 3), 0.5), item)

@@ -56,37 +56,6 @@ def packed():
     return model, lambda: F.cross_entropy(model(x, lengths).flatten(0, 1), y.flatten(), ignore_index=-100)
 
 
-class GRUCell(nn.Module):
-    def __init__(self, input_size, hidden_size):
-        super().__init__()
-        self.x2h, self.h2h = nn.Linear(input_size, 3 * hidden_size), nn.Linear(hidden_size, 3 * hidden_size)
-
-    def forward(self, x, hidden):
-        i_r, i_i, i_n = self.x2h(x).chunk(3, 1)
-        h_r, h_i, h_n = self.h2h(hidden).chunk(3, 1)
-        reset, update = torch.sigmoid(i_r + h_r), torch.sigmoid(i_i + h_i)
-        new = torch.tanh(i_n + reset * h_n)
-        return new + update * (hidden - new)
-
-
-@next_token("RNN cells", 8, 6, steps=15, lr=2e-2)
-class Cells(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.lstm, self.gru = nn.Embedding(16, 16), nn.LSTMCell(16, 16), nn.GRUCell(16, 16)
-        self.rnn, self.out = nn.RNNCell(16, 16, nonlinearity="relu"), nn.Linear(16, 16)
-
-    def forward(self, ids):
-        hx, cx, gx, rx = (torch.zeros(len(ids), 16) for _ in range(4))
-        outputs = []
-        for t in range(ids.size(1)):
-            hx, cx = self.lstm(self.embed(ids[:, t]), (hx, cx))
-            gx = self.gru(hx, gx)
-            rx = self.rnn(gx, rx)
-            outputs.append(self.out(rx + gx))
-        return torch.stack(outputs, 1)
-
-
 @next_token("Mamba scan", 8, 8, steps=15, lr=3e-2)
 class Mamba(nn.Module):
     """The selective scan of the reference code: fp32 for ``A``, a state that starts with zeros."""

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .generative import mlp, moons
 from .kinds import kind
-from .language import next_token, tokens
+from .language import tokens
 
 
 class Spectrogram(nn.Module):
@@ -37,49 +37,6 @@ def spectrogram():
     t = torch.arange(64) * 2 * math.pi / 16
     x = torch.sin(t * (1 + 2 * y[:, None])) + 0.1 * torch.randn(12, 64)
     return model, lambda: F.cross_entropy(model(x), y)
-
-
-@next_token("RWKV", 8, 6, steps=15, lr=2e-2)
-class RWKV(nn.Module):
-    """The loop of its numerically stable formula, whose largest exponent so far starts at -1e38."""
-
-    def __init__(self, d=16):
-        super().__init__()
-        self.embed, self.key, self.value, self.receptance = nn.Embedding(16, d), *(nn.Linear(d, d) for _ in range(3))
-        self.time_decay, self.time_first = nn.Parameter(torch.linspace(-1, 1, d)), nn.Parameter(torch.zeros(d))
-        self.output = nn.Linear(d, 16)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        r, k, v = torch.sigmoid(self.receptance(x)), self.key(x), self.value(x)
-        aa = bb = torch.zeros(x.size(0), x.size(2))
-        pp = torch.zeros(x.size(0), x.size(2)) - 1e38
-        out = []
-        for t in range(x.size(1)):
-            ww = self.time_first + k[:, t]
-            p = torch.maximum(pp, ww)
-            e1, e2 = torch.exp(pp - p), torch.exp(ww - p)
-            out.append((e1 * aa + e2 * v[:, t]) / (e1 * bb + e2))
-            ww = pp - torch.exp(self.time_decay)
-            p = torch.maximum(ww, k[:, t])
-            e1, e2 = torch.exp(ww - p), torch.exp(k[:, t] - p)
-            aa, bb, pp = e1 * aa + e2 * v[:, t], e1 * bb + e2, p
-        return self.output(x + r * torch.stack(out, 1))
-
-
-@kind("Gumbel-softmax", steps=40, lr=3e-2, noise=True)
-def gumbel():
-    class Discrete(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.decoder = mlp(36, 16, 8), nn.Linear(8, 36)
-
-        def forward(self, x):
-            return self.decoder(F.gumbel_softmax(self.encoder(x), tau=0.5))
-
-    model = Discrete()
-    x = torch.eye(6).repeat(8, 1).repeat_interleave(6, 1)
-    return model, lambda: F.binary_cross_entropy_with_logits(model(x), x)
 
 
 class AdaptiveLM(nn.Module):
@@ -177,19 +134,6 @@ class Quantized(nn.Module):
 def quantized():
     model, x = Quantized(), torch.randn(48, 4)
     return model, lambda: F.mse_loss(model(x), x[:, :2] * 2 + 1)
-
-
-@kind("distillation from an fp32 teacher", steps=20, lr=1e-2)
-def distillation():
-    teacher, student = mlp(4, 16, 5).requires_grad_(False), mlp(4, 32, 5)
-    x = torch.randn(32, 4)
-
-    def loss():
-        with torch.no_grad():
-            wanted = F.softmax(teacher(x) * 4, dim=1)
-        return F.kl_div(F.log_softmax(student(x) * 4, dim=1), wanted, reduction="batchmean")
-
-    return student, loss
 
 
 class Curriculum(nn.Module):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .generative import mlp
@@ -65,26 +62,6 @@ class Swin(nn.Module):
         y = self.proj(y).view(len(x), 2, 2, 2, 2, -1).permute(0, 1, 3, 2, 4, 5).reshape(x.shape).roll((1, 1), (1, 2))
         keep = x.new_empty(len(x), 1, 1, 1).bernoulli_(1 - drop)
         return self.head((x + y * keep / (1 - drop)).mean((1, 2)) + self.norm(y).amax((1, 2)))
-
-
-class CLIP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.visual, self.text = nn.Sequential(nn.Flatten(), nn.Linear(192, 16)), nn.Embedding(16, 16)
-        self.logit_scale = nn.Parameter(torch.ones([]) * math.log(1 / 0.07))
-
-    def forward(self, image, text):
-        image, text = self.visual(image), self.text(text)
-        image, text = image / image.norm(dim=1, keepdim=True), text / text.norm(dim=1, keepdim=True)
-        logits = self.logit_scale.exp() * image @ text.t()
-        return logits, logits.t()
-
-
-@kind("CLIP", steps=12, lr=1e-2)
-def clip():
-    model, (x, _) = CLIP(), pictures()
-    y = torch.arange(16)
-    return model, lambda: sum(F.cross_entropy(logits, y) for logits in model(x, y)) / 2
 
 
 @kind("Barlow Twins", steps=15, lr=3e-3)

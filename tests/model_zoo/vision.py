@@ -100,32 +100,6 @@ def unet():
     return model, lambda: F.binary_cross_entropy_with_logits(model(x), mask) + dice_loss(model(x), mask)
 
 
-class ViT(nn.Module):
-    def __init__(self, dim=16):
-        super().__init__()
-        self.patch = nn.Conv2d(3, dim, 4, stride=4)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
-        self.pos_embed = nn.Parameter(torch.randn(1, 5, dim) * 0.02)
-        layer = nn.TransformerEncoderLayer(
-            dim, 2, 32, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, 4)
-
-    def forward(self, x):
-        x = self.patch(x).flatten(2).transpose(1, 2)
-        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embed
-        return self.head(self.norm(self.encoder(x))[:, 0])
-
-
-@kind("ViT", steps=15, lr=2e-3)
-def vit():
-    model = ViT()
-    x, y = pictures()
-    return model, lambda: F.cross_entropy(model(x), y, label_smoothing=0.1)
-
-
 def box_iou(boxes1, boxes2):
     area1 = (boxes1[:, 2] - boxes1[:, 0]) * (boxes1[:, 3] - boxes1[:, 1])
     area2 = (boxes2[:, 2] - boxes2[:, 0]) * (boxes2[:, 3] - boxes2[:, 1])
@@ -184,16 +158,6 @@ def detection():
     for image, (x0, y0, x1, y1) in zip(x, targets.int().tolist(), strict=True):
         image[:, y0:y1, x0:x1] += 1.0
     return model, lambda: model(x, targets)[0]
-
-
-@torch.no_grad()
-def sinkhorn(scores, epsilon=0.05, iterations=3):
-    q = torch.exp(scores / epsilon).t()
-    q /= torch.sum(q)
-    for _ in range(iterations):
-        q /= torch.sum(q, dim=1, keepdim=True) * q.shape[0]
-        q /= torch.sum(q, dim=0, keepdim=True) * q.shape[1]
-    return (q * q.shape[1]).t()
 
 
 @classifies("spatial transformer", steps=15, lr=2e-3)
