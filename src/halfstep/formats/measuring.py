@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .format import Format
-from .quantize import _block_dims, _blocked, _scales
+from .quantize import _WITHIN, _blocked, _scales
 
 __all__ = ["is_measuring", "losses_of", "measuring"]
 
@@ -55,9 +55,9 @@ def losses_of(exact: Tensor, rounded: Tensor, format: Format, dim: int, amax: Te
         amax: the largest value that a delayed scale allows for; None for scales of these numbers.
     """
     exact, found = (_blocked(each, format, dim).float() for each in (exact, rounded))
-    element, over = format.numbers, _block_dims(format, exact.dim())
+    element = format.numbers
     scaled = (exact * _scales(exact, format, amax)[1]).abs()
     beyond = scaled > element.greatest + 2.0 ** (element.greatest_exponent - element.mantissa - 1)
     there, gone = ((exact != 0) & kept for kept in (torch.ones_like(beyond), found == 0))
-    flushed = gone.sum(over) > there.sum(over) / 2
+    flushed = gone.sum(_WITHIN) > there.sum(_WITHIN) / 2
     return torch.stack([beyond.float().mean(), flushed.float().mean()])

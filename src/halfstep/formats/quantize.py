@@ -21,6 +21,9 @@ __all__ = ["Scales", "dequantize", "error", "quantize", "round_to"]
 Scales = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The scales of blocks; with e4m3 scales, a pair of them and the fp32 scale of the tensor."""
 
+_WITHIN = (-1, -3)
+"""The dimensions of a block in a blocked tensor: along ``dim``, and along the last of the other dimensions."""
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -54,7 +57,7 @@ def quantize(
     stored, inverse, _, of_tensor = _scales(blocks, format, None)
     rounded = _rounded(blocks, inverse, tensor, format, dim, _seed(format, tensor, generator))
     codes = _restored(_encode(rounded, format), format, tensor.shape, dim)
-    plain = _squeezed(stored, format, dim)
+    plain = _of_each(stored, format, tensor.shape, dim)
     return codes, plain if of_tensor is None else (plain, of_tensor)
 
 
@@ -93,8 +96,7 @@ def dequantize(
         kinds = "a pair, scales of blocks and the scale of the tensor" if format.scale == "e4m3" else "one tensor"
         raise ArgumentTypeError(f"The scales of {format} are {kinds}, not {scales!r}; pass what quantize returned.")
     bare = torch.empty(codes.shape, device="meta", dtype=torch.float32)  # shapes alone
-    over = _block_dims(format, codes.dim())
-    shape = _squeezed(_blocked(bare, format, dim).sum(over, keepdim=True), format, dim).shape
+    shape = _of_each(_blocked(bare, format, dim).sum(_WITHIN, keepdim=True), format, codes.shape, dim).shape
     if pair[0].shape != shape or not pair[0].is_floating_point():
         raise ArgumentValueError(
             f"Codes of shape {tuple(codes.shape)} in {format} along dim={dim} have floating scales of shape "
@@ -103,8 +105,8 @@ def dequantize(
     scale = pair[0].float() if len(pair) == 1 else pair[0].float() * pair[1]
     index = codes.contiguous().view(torch.uint8).long()
     numbers: torch.Tensor = values(format.element).to(codes.device)[index]
-    blocks = _blocked(numbers, format, dim)
-    return _restored(blocks * _unsqueezed(scale, format, dim), format, codes.shape, dim).to(dtype)
+    blocks = _blocked(numbers, format, dim) * _blocked(scale, format, dim, sides=(1, 1))
+    return _restored(blocks, format, codes.shape, dim).to(dtype)
 
 
 def round_to(
@@ -182,10 +184,9 @@ def error(tensor: torch.Tensor, format: Format | str, *, dim: int = -1) -> torch
     _check(tensor, format, dim)
     exact = tensor.detach().float()
     signal, noise = exact.double(), (exact - round_to(exact, format, dim=dim)).double()
-    over = _block_dims(format, tensor.dim())
-    ratios = [_blocked(part, format, dim).square().sum(over, keepdim=True) for part in (signal, noise)]
+    ratios = [_blocked(part, format, dim).square().sum(_WITHIN, keepdim=True) for part in (signal, noise)]
     decibels = torch.where(ratios[1] == 0, torch.inf, 10 * (ratios[0] / ratios[1]).log10())
-    return _squeezed(decibels, format, dim).float()
+    return _of_each(decibels, format, tensor.shape, dim).float()
 
 
 def _check(tensor: torch.Tensor, format: Format, dim: int, generator: torch.Generator | None = None) -> None:
@@ -221,78 +222,50 @@ def _check_sizes(tensor: torch.Tensor, format: Format, dim: int) -> None:
             )
 
 
-def _blocked(tensor: torch.Tensor, format: Format, dim: int) -> torch.Tensor:
-    """View a tensor with the dimensions of a block as dimensions of their own; see ``_block_dims``."""
-    if format.block == "tensor":
-        return tensor
-    moved: torch.Tensor = tensor.movedim(dim, -1)
-    if (sides := format.sides) is None:
-        return moved
-    moved = moved.unflatten(-1, (moved.shape[-1] // sides[1], sides[1]))
-    if sides[0] > 1:
-        moved = moved.unflatten(-3, (moved.shape[-3] // sides[0], sides[0]))
-    return moved
+def _blocked(tensor: torch.Tensor, format: Format, dim: int, sides: tuple[int, int] | None = None) -> torch.Tensor:
+    """View a tensor with the sides of a block as dimensions of their own, at the places ``_WITHIN``.
 
-
-def _block_dims(format: Format, dims: int) -> tuple[int, ...]:
+    Scales, of which each block has one, have the ``sides`` (1, 1).
+    """
     if format.block == "tensor":
-        return tuple(range(dims))
-    return (-1,) if format.sides is None or format.sides[0] == 1 else (-1, -3)
+        return tensor.reshape(1, 1, 1, -1)
+    moved = tensor.movedim(dim, -1) if tensor.dim() > 1 else tensor[None]
+    height, width = sides or format.sides or (1, moved.shape[-1])
+    rows, columns = moved.shape[-2] // height, moved.shape[-1] // width if width else 1
+    blocks: torch.Tensor = moved.unflatten(-1, (columns, width)).unflatten(-3, (rows, height))
+    return blocks
 
 
 def _restored(blocks: torch.Tensor, format: Format, shape: torch.Size, dim: int) -> torch.Tensor:
-    """View a blocked tensor in its shape again."""
+    """View a blocked tensor in its shape again; with one number for each block, in the shape of the scales."""
     if format.block == "tensor":
-        return blocks.contiguous()
-    sides = format.sides
-    if sides is not None:
-        if sides[0] > 1:
-            blocks = blocks.flatten(-4, -3)
-        blocks = blocks.flatten(-2)
-    return blocks.movedim(-1, dim).contiguous()
+        return blocks.reshape(shape)
+    joined = blocks.flatten(-2).flatten(-3, -2)
+    return (joined if len(shape) > 1 else joined[0]).movedim(-1, dim).contiguous()
 
 
-def _squeezed(scales: torch.Tensor, format: Format, dim: int) -> torch.Tensor:
-    """Take the dimensions of a block out of its scales."""
-    if format.block == "tensor":
-        return scales.reshape(())
-    if (sides := format.sides) is not None:
-        scales = scales.squeeze(-1)
-        if sides[0] > 1:
-            scales = scales.squeeze(-2)
-    return scales.movedim(-1, dim).contiguous()
+def _of_each(numbers: torch.Tensor, format: Format, shape: torch.Size, dim: int) -> torch.Tensor:
+    """One number for each block, in the shape of the scales."""
+    return _restored(numbers, format, shape if format.block != "tensor" else torch.Size(), dim)
 
 
-def _unsqueezed(scales: torch.Tensor, format: Format, dim: int) -> torch.Tensor:
-    """Put the dimensions of a block into its scales."""
-    if format.block == "tensor":
-        return scales
-    scales = scales.movedim(dim, -1)
-    if (sides := format.sides) is not None:
-        scales = scales.unsqueeze(-1)
-        if sides[0] > 1:
-            scales = scales.unsqueeze(-3)
-    return scales
-
-
-def _largest(blocks: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
+def _largest(blocks: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitudes of blocks; as integers, so that a NaN is above infinity."""
     if blocks.numel() == 0:
-        return blocks.new_zeros([1 if d - blocks.dim() in over or d in over else n for d, n in enumerate(blocks.shape)])
+        return blocks.sum(_WITHIN, keepdim=True)
     magnitudes = bits(blocks.contiguous()) & 0x7FFFFFFF
-    return (magnitudes.amax(over, keepdim=True) if over else magnitudes).view(torch.float32)
+    return magnitudes.amax(_WITHIN, keepdim=True).view(torch.float32)
 
 
 def _scales(
     blocks: torch.Tensor, format: Format, amax: torch.Tensor | float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    largest = _largest(blocks, _block_dims(format, blocks.dim()))
+    largest = _largest(blocks)
     if amax is not None:
         largest = torch.as_tensor(amax, dtype=torch.float32, device=blocks.device).abs().expand_as(largest)
     of_tensor = None
     if format.scale == "e4m3":
-        whole = _largest(largest, tuple(range(largest.dim()))).reshape(())
-        of_tensor = tensor_scale(whole, format.numbers)
+        of_tensor = tensor_scale(_largest(largest.reshape(1, 1, 1, -1)).reshape(()), format.numbers)
     return *block_scales(largest.contiguous(), format, of_tensor), of_tensor
 
 
