@@ -123,35 +123,73 @@ def test_the_two_differences_to_torchao_are_there() -> None:
     assert torch.equal(codes.float() * 2, our_codes.float())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["normal", "ties", "spread", "edge"])
-def test_nvfp4_is_the_one_rounding_chain(kind: str, dtype: torch.dtype) -> None:
-    """Each quotient is rounded once to fp32, each scale once to e4m3, each number once to e2m1."""
-    numbers = TENSORS[kind].to(dtype)
-    blocks = numbers.float().view(512, 8, 16)
-    whole = (blocks.abs().max().double() / 2688).float()
-    wanted = (blocks.abs().amax(-1).double() / 6).float()
-    scales = (wanted.double() / whole.double()).float().clamp(2**-6, 448).to(torch.float8_e4m3fn)
+GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def nvfp4(blocks: torch.Tensor, greatest: float, scale: float, times: float = 1.0) -> tuple[torch.Tensor, ...]:
+    """The tensor scale, e4m3 scales, scaled numbers and codes without a sign: each number is rounded exactly once.
+
+    Each quotient is rounded once to fp32, each scale once to e4m3, each number once to e2m1.
+    """
+    whole = (blocks.abs().max().double() / torch.tensor(greatest * scale).double()).float()
+    wanted = (blocks.abs().amax(-1).double() / torch.tensor(greatest).double()).float()
+    scales = ((wanted.double() / whole.double()).float() * times).clamp(2**-6, 448).to(torch.float8_e4m3fn)
     factor = ((1 / whole.double()).float().double() / scales.double()).float()
-    exact = blocks.double() * factor[..., None].double()
-    scaled = exact.float()
-    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    place = (scaled.abs()[..., None] - grid).abs()
+    scaled = (blocks.double() * factor[..., None].double()).float()
+    place = (scaled.abs()[..., None] - GRID).abs()
     index = place.argmin(-1)  # of two equally near numbers the one with the even code
     tie = (place == place.amin(-1, keepdim=True)).sum(-1) == 2
-    index = torch.where(tie & (index % 2 == 1), index + 1, index)
-    codes, found = quantize(numbers, "nvfp4")
+    return whole, scales, scaled, torch.where(tie & (index % 2 == 1), index + 1, index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["normal", "ties", "spread", "edge"])
+@pytest.mark.parametrize("rule", ["rceil", "4over6"])
+def test_nvfp4_is_the_one_rounding_chain(rule: str, kind: str, dtype: torch.dtype) -> None:
+    """4/6 maps the largest number of a block to 6 or to 4: what has the smaller squared error (arXiv 2512.02010)."""
+    numbers = TENSORS[kind].to(dtype)
+    blocks = numbers.float().view(512, 8, 16)
+    whole, scales, _, index = nvfp4(blocks, 6.0, 448.0 if rule == "rceil" else 256.0)
+    if rule == "4over6":
+        _, fours, _, at_four = nvfp4(blocks, 6.0, 256.0, times=1.5)
+        after = [(each.float() * whole)[..., None] for each in (scales, fours)]
+        lost = [blocks.abs() - GRID[at] * scale for at, scale in zip((index, at_four), after, strict=True)]
+        six, four = (each.double().square().sum(-1) for each in lost)
+        scales, index = scales.where(six <= four, fours), index.where((six <= four)[..., None], at_four)
+        assert (four < six).any()
+    codes, found = quantize(numbers, f"nvfp4,scale_rule={rule}")
     stored, of_tensor = pair(found)
     assert of_tensor == whole
     assert torch.equal(stored.view(torch.uint8), scales.view(torch.uint8))
     assert torch.equal((codes & 7).long().view(512, 8, 16), index)
-    mx_tensor()
-    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
+    if rule == "rceil":
+        mx_tensor()
+        from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
-    theirs, packed = nvfp4_quantize(numbers, 16, whole)
-    packed = torch.stack([packed & 15, packed >> 4], -1).view(512, 128)
-    assert torch.equal(theirs.view(torch.uint8), stored.view(torch.uint8))
-    assert torch.equal(packed, codes)
+        theirs, packed = nvfp4_quantize(numbers, 16, whole)
+        packed = torch.stack([packed & 15, packed >> 4], -1).view(512, 128)
+        assert torch.equal(theirs.view(torch.uint8), stored.view(torch.uint8))
+        assert torch.equal(packed, codes)
+
+
+def test_eden_corrects_the_scales_of_128_numbers_and_rounds_them_stochastically() -> None:
+    numbers = TENSORS["normal"].clone()
+    numbers[7] = 0.0
+    blocks = numbers.view(512, 8, 16)
+    whole, scales, scaled, index = nvfp4(blocks, 6 / (17 / 16 * 0.93), 256.0)
+    rounded = GRID[index].copysign(scaled)
+    factor = scaled.double().square().sum((1, 2)) / (scaled.double() * rounded).sum((1, 2))
+    wanted = scales.double() * factor.nan_to_num(1.0)[:, None]
+    found = [quantize(numbers, "nvfp4,scale_rule=eden", generator=torch.Generator().manual_seed(i)) for i in range(64)]
+    assert all(torch.equal((codes & 7).long().view(512, 8, 16), index) for codes, _ in found)
+    drawn = torch.stack([pair(each)[0].double() for _, each in found])
+    spacing = torch.exp2(torch.frexp(wanted).exponent.clamp(min=-5) - 4.0)
+    assert ((drawn - wanted).abs() <= spacing * 1.001).all()
+    z = (drawn.mean(0) - wanted) / (spacing / 16)  # at most half a spacing of deviation, and 64 draws
+    assert z.abs().max() < 6
+    assert abs(z.mean()) < 0.05
+    assert len({float(each) for each in drawn[:, 0, 0]}) == 2
+    assert pair(found[0][1])[1] == whole
 
 
 # ---- the mathematics
@@ -336,6 +374,7 @@ def formats_to_compare(format: Format, dtype: torch.dtype) -> list[Format]:
     for rounding in ("even", "away", "stochastic") if wide else ("even", "stochastic"):
         changed = format.replace(rounding=rounding)
         rules = ("floor", "rceil", "ceil", "even") if format.scale == "e8m0" else ("rceil",)
+        rules = (*rules, "4over6") if (format.element, format.scale) == ("e2m1", "e4m3") else rules
         found += [changed.replace(scale_rule=rule) for rule in rules]
         if wide and format.numbers.overflow is not None:
             found.append(changed.replace(saturate=False))

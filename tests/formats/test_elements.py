@@ -15,28 +15,15 @@ from halfstep.formats.quantize import round_to
 gfloat = pytest.importorskip("gfloat", reason="needs the extra `test`")
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="needs the extra `test`")
 
-INFOS = {
-    "float8_e4m3fn": "ocp_e4m3",
-    "float8_e5m2": "ocp_e5m2",
-    "e2m3": "ocp_e2m3",
-    "e3m2": "ocp_e3m2",
-    "e2m1": "ocp_e2m1",
-    "int8": "ocp_int8",
-}
-IN_ML_DTYPES = {
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e5m2": "float8_e5m2",
-    "e2m3": "float6_e2m3fn",
-    "e3m2": "float6_e3m2fn",
-    "e2m1": "float4_e2m1fn",
-}
+IN_ML_DTYPES = {name: name for name in ("float8_e4m3fn", "float8_e5m2")}
+IN_ML_DTYPES |= {"e2m3": "float6_e2m3fn", "e3m2": "float6_e3m2fn", "e2m1": "float4_e2m1fn"}
 BITS16 = torch.arange(65536, dtype=torch.int32).to(torch.int16)
 
 
 def info(name: str) -> Any:
     from gfloat import formats
 
-    return getattr(formats, f"format_info_{INFOS[name]}")
+    return getattr(formats, f"format_info_ocp_{name.removeprefix('float8_').removesuffix('fn')}")
 
 
 def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,9 @@ def given_scales(format: str, change: Callable[[Any], Any]) -> torch.Tensor:
         (lambda: Format.parse(8), ArgumentTypeError, "must be a Format or the name of one"),  # type: ignore[arg-type]
         (lambda: Format("e2m1", "tensor", "e4m3"), ArgumentValueError, "scale='fp32', or a smaller block"),
         (lambda: Format("e2m1", saturate=False), ArgumentValueError, "neither inf nor NaN, so it always saturates"),
+        (lambda: Format.parse("mxfp4,scale_rule=4over6"), ArgumentValueError, "is for e2m1 elements with e4m3 scales"),
+        (lambda: Format.parse("nvfp4,block=16x16,scale_rule=eden"), ArgumentValueError, "'eden' for blocks of 1x16"),
+        (lambda: quantize(X, "nvfp4,scale_rule=eden", dim=0), ArgumentValueError, "48 is no multiple of 128"),
         (lambda: quantize(X, "mxfp8"), ArgumentValueError, "40 is no multiple of 32. Pad it with 24 zeros to 64"),
         (lambda: quantize(X, "mxfp8", dim=0), ArgumentValueError, "48 is no multiple of 32. Pad it with 16 zeros"),
         (lambda: round_to(X, "nvfp4,block=16x16"), ArgumentValueError, "40 is no multiple of 16. Pad it with 8 zeros"),

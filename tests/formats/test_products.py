@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib.metadata
 import itertools
@@ -63,7 +62,7 @@ def layer_with(recipe: Recipe | str, inputs: int = INPUTS, outputs: int = OUTPUT
 # ---- the numbers
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "quartet2"])
 def test_each_product_is_the_product_of_its_rounded_operands(name: str) -> None:
     recipe = RECIPES[name].replace(hadamard=0)
     layer = layer_with(recipe)
@@ -93,6 +92,20 @@ def test_a_16_bit_product_is_rounded_once(name: str, dtype: torch.dtype) -> None
     for mine, exact in zip(run(layer, x, grad), run(wide, x.float(), grad.float()), strict=True):
         assert mine.dtype is dtype
         assert torch.equal(mine, exact.to(dtype))
+
+
+def test_the_gradients_of_quartet2_are_right_in_the_mean() -> None:
+    """In the mean over random signs and scales they are the products of what the forward product has rounded."""
+    layer, x, grad = layer_with("quartet2", 192), torch.randn(160, 192), torch.randn(160, OUTPUTS)
+    low = [rounded(each, Format.parse("nvfp4,scale_rule=4over6"), -1) for each in (x, layer.weight.detach())]
+    exact = low[0] @ low[1].T + layer.bias.detach().double(), grad.double() @ low[1], grad.double().T @ low[0]
+    found = [run(layer, x, grad)[:3] for _ in range(64)]
+    assert decibels(found[0][0], exact[0]) > 120
+    for at in (1, 2):
+        passes = torch.stack([each[at] for each in found])
+        assert decibels(passes.mean(0), exact[at]) > decibels(passes[0], exact[at]) + 15  # 18 dB less noise
+        assert decibels(passes[0], exact[at]) > 15.5
+        assert not torch.equal(passes[0], passes[1])
 
 
 BOUNDS = {"fp8": (18, 17, 17), "mxfp8": (28, 28, 28), "nvfp4": (15, 14, 14)}
@@ -139,9 +152,7 @@ def torchao() -> None:
     """torchao logs, and warns, when it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pytest.importorskip(
-            "torchao.prototype.mx_formats.mx_tensor", reason="needs torchao, of the extra `integrations`"
-        )
+        pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason="needs torchao")
     if not importlib.metadata.version("torchao").startswith("0.18."):
         pytest.skip("needs torchao 0.18")
 
@@ -279,6 +290,7 @@ def test_delayed_scales_come_from_the_tensors_before() -> None:
     assert decibels(trained_on(x * 4), current(x * 4)) > 25  # and the next does not
     for _ in range(16):
         trained_on(x * 0.3)
+    trained_on(torch.full_like(x, torch.inf))  # spoils no scale
     assert torch.equal(layer(x * 0.3), current(x * 0.3))
 
 
@@ -294,13 +306,6 @@ def test_delayed_scales_do_not_change_in_an_evaluation_or_a_second_forward_pass(
     layer.train()(x * 100)  # no backward pass
     found = run(lambda t: checkpoint(layer, t, use_reentrant=False), x * 2, torch.ones(TOKENS, OUTPUTS), layer)
     assert all(map(torch.equal, found, expected))
-
-
-def test_a_tensor_with_inf_does_not_spoil_delayed_scales() -> None:
-    layer, current = layer_with("fp8_tensorwise; amax=delayed"), layer_with("fp8_tensorwise")
-    x = torch.randn(TOKENS, INPUTS)
-    layer(torch.full_like(x, torch.inf)).sum().backward()
-    assert torch.equal(layer(x), current(x))
 
 
 # ---- transforms of functions
@@ -508,16 +513,6 @@ def test_formats_change_while_a_model_trains() -> None:
     model.zero_grad()
     model(x).square().sum().backward()
     assert torch.equal(model.layers[1].weight.grad, plain.layers[1].weight.grad)  # type: ignore[arg-type, union-attr]
-
-
-def test_a_copied_model_trains_by_itself() -> None:
-    model = Network()
-    amp.set_products(model, "mxfp8; layers=all")
-    twin = copy.deepcopy(model)
-    x = torch.randn(4, 32)
-    twin(x).sum().backward()
-    assert all(param.grad is None for param in model.parameters())
-    assert torch.equal(twin(x), model(x))
 
 
 # ---- a block

@@ -132,11 +132,15 @@ def test_a_function_chooses_a_recipe_for_each_layer() -> None:
         asked.append((name, module))
         return {"0": "fp8_rowwise", "1.1.0": "mxfp8"}.get(name)
 
-    table = amp.set_products(model, Recipe(layers=layers))
+    table = amp.set_products(model, layers)
     assert asked == [(name, m) for name, m in model.named_modules() if type(m).__name__ == "Linear"]
     assert {layer.name: str(layer.recipe) for layer in table if layer.recipe} == {"0": "fp8_rowwise", "1.1.0": "mxfp8"}
     assert {layer.reason for layer in table if layer.recipe is None} == {"the function says None"}
     read_back(model, weights_only=False)  # although the function is not pickled
+    amp.initialize(blocks(2), opt_level="O0", products=layers, verbosity=0)
+    assert len(asked) == 3 * len(table)  # initialize chooses for all of its models before it changes one
+    with pytest.raises(ArgumentTypeError, match="in a block, which has no layers"):
+        amp.auto_cast(products=layers)  # type: ignore[arg-type]
 
 
 def test_a_dict_has_recipes_by_the_names_of_layers() -> None:
@@ -160,11 +164,7 @@ class Attending(nn.Module):
 @pytest.mark.parametrize(
     ("model", "recipe", "words"),
     [
-        (
-            nn.Sequential(nn.Conv2d(1, 1, 1)),
-            "mxfp8",
-            "This Sequential has no linear layers, and products= is for their",
-        ),
+        (nn.Sequential(nn.Conv2d(1, 1, 1)), "mxfp8", "This Sequential has no linear layers, and products= is for"),
         (nn.Linear(30, 30), "mxfp8", "30 inputs, which blocks of 32 do not divide"),
         (nn.Linear(32, 30), "nvfp4", "30 outputs, which blocks of 16 do not divide"),
         (nn.Linear(30, 30), Recipe(layers=lambda m, name: "mxfp8"), "does not fit: 30 inputs"),
@@ -283,14 +283,3 @@ def test_the_choice_of_layers_runs_no_parametrization() -> None:
     amp.initialize(model, opt_level="O0", products="mxfp8", verbosity=0)
     assert recipe_of(model[0]) is not None
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_a_function_is_a_recipe_of_its_own() -> None:
-    model = blocks(1)
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    amp.initialize(
-        model, opt_level="O0", products=lambda module, name: "mxfp8" if name == names[1] else None, verbosity=0
-    )
-    assert [name for name, module in model.named_modules() if recipe_of(module)] == [names[1]]
-    with pytest.raises(ArgumentTypeError, match="in a block, which has no layers"):
-        amp.auto_cast(products=lambda module, name: "mxfp8")  # type: ignore[arg-type]

@@ -1,7 +1,19 @@
 """Rounding to a format in one pass over memory, in C++ for the CPU; ``reference.py`` has the same arithmetic.
 
 The loops are plain and the compiler vectorizes them, so nothing in them branches: a choice is a mask or a minimum of
-integers. The bits of magnitudes are compared as integers, where a NaN is above infinity and every order is kept.
+integers. The bits of magnitudes are compared as integers, where a NaN is above infinity and every order is kept. The
+functions of the source, from its top:
+
+- ``even`` rounds to the nearest even by an addition: ``|y|`` in ``[2^e, 2^(e+1))`` plus ``2^(e+23-M)`` keeps exactly M
+  fraction bits. ``e`` is held at the least exponent or above, which makes the subnormal numbers.
+- ``element`` rounds one scaled number, and ``scales`` computes, for one block, the factor ``before`` rounding and the
+  factor ``after`` it.
+- ``bits_at`` reads a magnitude as an integer of the size of the number, ``widened`` gives its bits in fp32, and
+  ``largest`` finds the largest magnitude of a tensor.
+- ``lost`` is the squared error of a block, and ``choose`` takes the scale with the smaller one (``"4over6"``).
+- ``rows`` rounds blocks that follow each other in memory, SOME at a time, so that their scales are vectors too;
+  ``columns`` rounds blocks down the columns of matrices, TOGETHER columns in a block and SOME columns at a time.
+- ``run`` rounds a tensor of ``outer`` matrices with ``n`` rows (the dimension of the blocks) and ``inner`` columns.
 """
 
 from __future__ import annotations
@@ -15,16 +27,14 @@ import torch
 from ..kernels.backends import compiler
 from ..kernels.backends.cpp import C_TYPES, PRELUDE
 from .format import Format
-from .reference import GREATEST_INVERSE, LEAST_BLOCK_SCALE, LEAST_TENSOR_SCALE, rule_addend
+from .reference import GREATEST_INVERSE, LEAST_BLOCK_SCALE, LEAST_TENSOR_SCALE, greatest_scale, rule_addend
 
 __all__ = ["round_to"]
 
 _SERIAL = 32768  # fewer elements than this are not worth waking threads for
 
 _SOURCE = """
-typedef int32_t i32;
-typedef int64_t i64;
-typedef uint32_t u32;
+typedef int32_t i32; typedef int64_t i64; typedef uint32_t u32;
 static inline i32 ib(float x) { return (i32)bits_of(x); }
 static inline float fb(i32 u) { return of_bits((u32)u); }
 static inline i32 least(i32 a, i32 b) { return a < b ? a : b; }
@@ -32,8 +42,6 @@ static inline i32 most(i32 a, i32 b) { return a > b ? a : b; }
 const i32 ABS = 0x7fffffff, INF = 0x7f800000, SIGN = INT32_MIN, NAN_BITS = 0x7fc00000;
 struct Run { i32 addend, infinite; float of_tensor, inverse; u32 seed; };
 
-// Nearest even by an addition: |y| in [2^e, 2^(e+1)) plus 2^(e+23-M) keeps exactly M fraction bits. e is held at the
-// least exponent or above, which makes the subnormal numbers.
 template <int M, int LEAST> static inline float even(float held) {
   const float k = fb(most(ib(held) & INF, (LEAST + 127) << 23) + ((23 - M) << 23));
   return (held + k) - k;
@@ -64,10 +72,9 @@ static inline float element(float y, u32 i, u32 seed) {
   return fb(((r | (b & SIGN)) & ~nan) | (b & nan))%(no_minus_zero)s;
 }
 static inline float power(i32 e) { return fb(most(e << 23, 1 << 22)); }  // 2^-127 is subnormal
-// The factor in front of elements, and what rounded elements are multiplied by.
-static inline void scales(i32 am, const Run& run, float& before, float& after) {
+static inline void scales(i32 am, const Run& run, float times, float& before, float& after) {
 #if %(e4m3)d
-  float s = (fb(am) / %(max)s) / run.of_tensor;
+  float s = (fb(am) / %(max)s) / run.of_tensor * times;
   s = s < %(least_block)s ? %(least_block)s : s;
   s = s > 448.0f ? 448.0f : s;
   const float stored = even<3, -6>(s);
@@ -86,7 +93,6 @@ static inline void scales(i32 am, const Run& run, float& before, float& after) {
   after = 1.0f / before;
 #endif
 }
-// Magnitudes as integers of the size of a number, which keep their order, and the bits in fp32 of the largest.
 static inline Whole bits_at(const T* x) {
   Whole w;
   memcpy(&w, x, sizeof w);
@@ -110,11 +116,25 @@ static i32 largest(const T* x, i64 n, int threads) {
   }
   return widened(r);
 }
+static inline double lost(const T* x, i64 n, i64 width, i64 together, float before, float after) {
+  double sum = 0.0;
+  for (i64 i = 0; i < n; ++i)
+    for (i64 j = 0; j < together; ++j) {
+      const float a = fb(ib(wide(x[i * width + j])) & ABS);
+      const double d = a - even<%(mantissa)d, %(least)d>(fb(least(ib(a * before), %(cap)d))) * after;
+      sum += d * d;
+    }
+  return sum;
+}
+static inline void choose(const T* x, i64 n, i64 width, i64 together, i32 am, const Run& run, float& b6, float& a6) {
+  float b4, a4;
+  scales(am, run, 1.5f, b4, a4);
+  if (lost(x, n, width, together, b4, a4) < lost(x, n, width, together, b6, a6)) b6 = b4, a6 = a4;
+}
 static inline void pass(const T* x, T* y, i64 n, float before, float after, u32 place, u32 seed) {
   #pragma omp simd
   for (i64 i = 0; i < n; ++i) y[i] = narrow<T>(element(wide(x[i]) * before, place + (u32)i, seed) * after);
 }
-// Blocks one after the other in memory, SOME at once: their scales are vectors too.
 template <int SIDE> static void rows(const T* x, T* y, i64 count, i64 n, Run run, int threads) {
   const int SOME = SIDE ? 64 : 1;
   const i64 side = SIDE ? SIDE : n, chunks = (count + SOME - 1) / SOME;
@@ -131,12 +151,13 @@ template <int SIDE> static void rows(const T* x, T* y, i64 count, i64 n, Run run
       am[b] = widened(r);
     }
     #pragma omp simd
-    for (int b = 0; b < m; ++b) scales(am[b], run, before[b], after[b]);
+    for (int b = 0; b < m; ++b) scales(am[b], run, 1.0f, before[b], after[b]);
+    for (int b = 0; b < %(four_over_six)d * m; ++b)
+      choose(xc + b * side, side, 1, 1, am[b], run, before[b], after[b]);
     for (int b = 0; b < m; ++b)
       pass(xc + b * side, yc + b * side, side, before[b], after[b], (u32)((c * SOME + b) * side), run.seed);
   }
 }
-// Blocks down the columns of matrices, TOGETHER columns in a block; SOME columns at once.
 template <int TOGETHER> static void columns(const T* x, T* y, i64 blocks, i64 side, i64 width, Run run, int threads) {
   const int SOME = 256;
   const i64 windows = (width + SOME - 1) / SOME;
@@ -160,7 +181,9 @@ template <int TOGETHER> static void columns(const T* x, T* y, i64 blocks, i64 si
       }
     }
     #pragma omp simd
-    for (int k = 0; k < m / TOGETHER; ++k) scales(am[k], run, before[k], after[k]);
+    for (int k = 0; k < m / TOGETHER; ++k) scales(am[k], run, 1.0f, before[k], after[k]);
+    for (int k = 0; k < %(four_over_six)d * m / TOGETHER; ++k)
+      choose(x + start + k * TOGETHER, side, width, TOGETHER, am[k], run, before[k], after[k]);
     if (TOGETHER > 1) {
       for (int k = m / TOGETHER - 1; k >= 0; --k) {
         const float b = before[k], a = after[k];
@@ -177,14 +200,13 @@ template <int TOGETHER> static void columns(const T* x, T* y, i64 blocks, i64 si
     }
   }
 }
-// A tensor of `outer` matrices, of `n` rows (the dimension of the blocks) and `inner` columns.
 extern "C" void run(const T* x, T* y, i64 outer, i64 n, i64 inner, i32 addend, i32 infinite, float amax, u32 seed,
                     int threads) {
   Run run = {addend, infinite, 1.0f, 1.0f, seed};
   const i64 all = outer * n * inner;
 #if %(tensor)d
   float before, after;
-  scales(amax < 0.0f ? largest(x, all, threads) : ib(amax), run, before, after);
+  scales(amax < 0.0f ? largest(x, all, threads) : ib(amax), run, 1.0f, before, after);
   const i64 piece = 16384;
   #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (i64 i = 0; i < all; i += piece)
@@ -208,30 +230,26 @@ def round_to(tensor: torch.Tensor, out: torch.Tensor, format: Format, dim: int, 
     """Round a tensor into ``out``, both contiguous.
 
     Returns:
-        True if it was done; False where the library cannot be built, or the sides of squares are not along the last two
-        dimensions. Then nothing was written.
+        True if it was done; False if the library cannot be built, the sides of squares are not along the last two
+        dimensions, or the rule is "eden". Then nothing was written.
     """
     square = format.sides is not None and format.sides[0] > 1
     dim %= max(1, tensor.dim())
-    if square and dim < tensor.dim() - 2:
+    if (square and dim < tensor.dim() - 2) or format.scale_rule == "eden":
         return False
     try:
-        run = _run(format.replace(scale_rule="floor"), tensor.dtype)
+        run = _run(format if format.scale_rule == "4over6" else format.replace(scale_rule="floor"), tensor.dtype)
     except compiler.FAILURES as error:
         compiler.give_up(error)
         return False
-    shape = tensor.shape
-    if square:
-        outer, n, inner = tensor.numel() // (shape[-1] * shape[-2]), shape[-2], shape[-1]
-    elif format.block == "tensor":
-        outer, n, inner = 1, 1, tensor.numel()
-    else:
-        n, inner = shape[dim], shape[dim + 1 :].numel()
-        outer = tensor.numel() // (n * inner)
+    if format.block == "tensor":
+        tensor, dim = tensor.view(-1), 0
+    dim = tensor.dim() - 2 if square else dim
+    n, inner = tensor.shape[dim], tensor.shape[dim + 1 :].numel()
     run(
         tensor.data_ptr(),
         out.data_ptr(),
-        *(outer, n, inner),
+        *(tensor.numel() // (n * inner), n, inner),
         rule_addend(format),
         -(format.scale_rule == "rceil"),
         -1.0 if amax is None else amax,
@@ -260,7 +278,8 @@ def source(format: Format, dtype: torch.dtype) -> str:
         "least": element.least_exponent,
         "top": element.greatest_exponent,
         "max": _literal(element.greatest),
-        "max_twice": _literal(448.0 * element.greatest),
+        "max_twice": _literal(greatest_scale(format) * element.greatest),
+        "four_over_six": format.scale_rule == "4over6",
         "greatest": greatest,
         "cap": greatest if format.saturate else _bits(2 * element.greatest),
         "saturate": format.saturate,

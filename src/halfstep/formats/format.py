@@ -8,13 +8,16 @@ from ..core.checks import check_kind
 from ..core.errors import ArgumentValueError
 from .elements import ELEMENTS, Element
 
-__all__ = ["FORMATS", "Format"]
+__all__ = ["EDEN_GROUP", "FORMATS", "Format"]
+
+EDEN_GROUP = 128
+"""The size of the groups of ``scale_rule="eden"``, and of the Hadamard transform before it."""
 
 _CHOICES = {
     "element": tuple(ELEMENTS),
     "block": ("tensor", "row", "1x32", "1x16", "16x16", "128x128"),
     "scale": ("fp32", "e8m0", "e4m3"),
-    "scale_rule": ("floor", "rceil", "ceil", "even"),
+    "scale_rule": ("floor", "rceil", "ceil", "even", "4over6", "eden"),
     "rounding": ("even", "away", "stochastic"),
     "saturate": (True, False),
 }
@@ -33,11 +36,20 @@ class Format:
             numbers of a row, or a square.
         scale: a kind of scale: any fp32 number, a power of two (``"e8m0"``), or an e4m3 number beside one fp32
             number for the tensor (``"e4m3"``).
-        scale_rule: the way from the largest magnitude of a block to a power of two. ``"floor"`` takes the binade of
-            the largest magnitude, so numbers above the greatest of the element saturate; this is OCP's rule.
-            ``"rceil"`` takes the smallest power with which none of them saturates; this is cuBLAS's rule. ``"ceil"``
-            rounds the largest magnitude up to a power of two first, and ``"even"`` rounds it to the fraction bits of
-            the element first. Other scales do not use it.
+        scale_rule: the way from the largest magnitude of a block to its scale. Four rules are for powers of two:
+            ``"floor"`` takes the binade of the largest magnitude, so numbers above the greatest of the element
+            saturate; this is OCP's rule. ``"rceil"`` takes the smallest power with which none of them saturates; this
+            is cuBLAS's rule. ``"ceil"`` rounds the largest magnitude up to a power of two first, and ``"even"`` rounds
+            it to the fraction bits of the element first. fp32 and e4m3 scales map the largest magnitude to the greatest
+            number of the element under each of these.
+
+            Two rules are for e2m1 elements with e4m3 scales. ``"4over6"`` (arXiv 2512.02010) maps the largest magnitude
+            of a block to 6 or to 4, whichever has the smaller squared error when numbers are rounded to the nearest;
+            with equal errors to 6. ``"eden"`` (MS-EDEN, arXiv 2601.22813) maps it to 6.07, which is best for the error,
+            and then multiplies the scales of 128 numbers, which lie along the dimension of the blocks, by
+            ``sum(x * x) / sum(x * rounded)``, rounded stochastically to e4m3. After a random rotation of these 128
+            numbers the mean of the result is the number, with less noise than by stochastic rounding. With both rules
+            the fp32 scale of the tensor leaves room: the scales of blocks begin at 256, not at 448.
         rounding: the neighbour, of two, that a number becomes: the nearest, of two equally near ones the even one
             (``"even"``) or the greater in magnitude (``"away"``); or each with a probability by which the mean is the
             number (``"stochastic"``).
@@ -66,6 +78,13 @@ class Format:
             raise ArgumentValueError(
                 f"{self.element} has neither inf nor NaN, so it always saturates; leave saturate=True, or choose "
                 "float8_e4m3fn or float8_e5m2."
+            )
+        rule = {"4over6": (), "eden": ("1x16", "even")}.get(self.scale_rule)
+        given = (self.element, self.scale, *(self.block, self.rounding)[: len(rule or ())])
+        if rule is not None and given != ("e2m1", "e4m3", *rule):
+            raise ArgumentValueError(
+                f"scale_rule={self.scale_rule!r} is for e2m1 elements with e4m3 scales, and 'eden' for blocks of 1x16 "
+                f"with rounding='even'; choose another rule, or begin with the format nvfp4."
             )
         if self.scale == "e4m3" and self.block == "tensor":
             raise ArgumentValueError(

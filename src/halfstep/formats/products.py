@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..torch_internals import torch_compat
 from ..torch_internals.torch_compat import functorch_level
-from .format import Format
+from .format import EDEN_GROUP, Format
 from .history import AmaxHistory
 from .measuring import is_measuring, losses_of
 from .quantize import round_to
@@ -50,12 +50,12 @@ _scratch = _Scratch()
 
 
 @functools.lru_cache(maxsize=32)
-def _hadamard(size: int, device: torch.device) -> Tensor:
+def _hadamard(size: int, device: torch.device, seed: int) -> Tensor:
     """The orthogonal Hadamard matrix of a size with random signs of its columns."""
     matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     for _ in range(size.bit_length() - 1):
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    seeded = torch.Generator("cpu").manual_seed(_SIGNS)
+    seeded = torch.Generator("cpu").manual_seed(seed)
     signs = torch.randint(0, 2, (size,), generator=seeded, device="cpu", dtype=torch.float32) * 2 - 1
     return (matrix * signs / math.sqrt(size)).to(device)
 
@@ -67,16 +67,16 @@ def _operand(
     at: int,
     half: torch.dtype,
     amax: Tensor | None,
-    hadamard: int,
+    hadamard: Tensor | None,
     losses: dict[int, Tensor] | None,
 ) -> Tensor:
     """One operand in fp32: transformed, and rounded to its format, or without one to the dtype of the product."""
     tensor = tensor.detach()
-    if format is None and not hadamard:
+    if format is None and hadamard is None:
         return (tensor if tensor.dtype is half else tensor.to(half)).float()
-    if hadamard:
-        rows = tensor.float().unflatten(dim, (-1, hadamard))
-        tensor = torch.matmul(_hadamard(hadamard, tensor.device), rows).flatten(dim - 1, dim)
+    if hadamard is not None:
+        rows = tensor.float().unflatten(dim, (-1, len(hadamard)))
+        tensor = (hadamard @ rows if dim == -2 else rows @ hadamard.mT).flatten(dim - 1, dim)
         if format is None:
             return tensor.to(half).float()
     assert format is not None
@@ -118,17 +118,22 @@ def _product(
         amax_b: likewise of the second operand.
         losses: receives what each rounded operand has lost, by its index, if the product is measured.
     """
-    pair, backend = _pair(formats)
+    pair, backend, first = _pair(formats)
+    rotation, is_fresh = None, any(each is not None and each.scale_rule == "eden" for each in pair)
+    if size := EDEN_GROUP if is_fresh else hadamard:
+        rotation = _hadamard(size, a.device, int(torch.randint(2**31, (), device="cpu")) if is_fresh else _SIGNS)
+    if first is not None:
+        b = round_to(b.detach().float(), first, dim=-3 - dim_b)
     if pair == (None, None) and (dtype is torch.float64 or not a.is_cpu):
         a, b = a.to(dtype), b.to(dtype)
     else:
-        fit = math.lcm(hadamard or 1, MULTIPLE if backend else 1, *map(divisor, pair))
+        fit = math.lcm(size or 1, MULTIPLE if backend else 1, *map(divisor, pair))
         if short := -a.shape[dim_a] % fit:  # with zeros, which change neither scales nor sums
             a, b = (_padded(each, dim, short) for each, dim in ((a, dim_a), (b, dim_b)))
         if backend and pair != (None, None):
             return scaled_product(a if dim_a == -1 else a.mT, b if dim_b == -1 else b.mT, pair, dtype, bias)
-        a = _operand(a, pair[0], dim_a, 0, dtype, amax_a, hadamard, losses)
-        b = _operand(b, pair[1], dim_b, 1, dtype, amax_b, hadamard, losses)
+        a = _operand(a, pair[0], dim_a, 0, dtype, amax_a, rotation, losses)
+        b = _operand(b, pair[1], dim_b, 1, dtype, amax_b, rotation, losses)
     a, b = a if dim_a == -1 else a.mT, b if dim_b == -2 else b.mT
     if bias is None:
         return torch.matmul(a, b).to(dtype)
@@ -149,11 +154,12 @@ _ops.define(
 
 
 @functools.lru_cache(maxsize=256)
-def _pair(text: str) -> tuple[tuple[Format | None, Format | None], str]:
-    """The formats of a product, and the back end that computes it; empty for the emulation."""
+def _pair(text: str) -> tuple[tuple[Format | None, Format | None], str, Format | None]:
+    """The formats of a product, the back end (empty for the emulation), and a first format of the second operand."""
     backend, _, formats = text.rpartition(": ")
+    first, _, formats = formats.rpartition(" > ")
     a, b = (None if each == "None" else Format.parse(each) for each in formats.split(" @ "))
-    return (a, b), backend
+    return (a, b), backend, Format.parse(first) if first else None
 
 
 def _without_numbers(a: Tensor, b: Tensor, dim_a: int, dim_b: int, formats: str, dtype: Any, *rest: Any) -> Tensor:
@@ -192,7 +198,7 @@ class RoundedTo(NamedTuple):
 
 def rounded_to(args: Sequence[Any]) -> RoundedTo | None:
     """The formats in the arguments of a call of ``OP``; None if it rounds no operand to one."""
-    pair, backend = _pair(args[4])
+    pair, backend, _ = _pair(args[4])
     formats = [each for each in pair if each is not None]
     names = " @ ".join(dict.fromkeys(str(each).partition(",")[0] for each in formats))
     roundoffs = [2.0 ** -(each.numbers.mantissa + (each.rounding != "stochastic")) for each in formats]

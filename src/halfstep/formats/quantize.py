@@ -13,8 +13,8 @@ from ..core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueEr
 from ..kernels.launch import backend_for
 from ..torch_internals.torch_compat import is_fake
 from .elements import values
-from .format import Format
-from .reference import bits, block_scales, round_elements, tensor_scale
+from .format import EDEN_GROUP, Format
+from .reference import bits, block_scales, eden, four_over_six, round_elements, tensor_scale
 
 __all__ = ["Scales", "dequantize", "error", "quantize", "round_to"]
 
@@ -54,8 +54,9 @@ def quantize(
     _check(tensor, format, dim, generator)
     tensor = tensor.detach()  # codes have no gradient
     blocks = _blocked(tensor, format, dim).float()
-    stored, inverse, _, of_tensor = _scales(blocks, format, None)
-    rounded = _rounded(blocks, inverse, tensor, format, dim, _seed(format, tensor, generator))
+    seed = _seed(format, tensor, generator)
+    stored, inverse, _, of_tensor = _scales(blocks, format, None, seed)
+    rounded = _rounded(blocks, inverse, tensor, format, dim, seed)
     codes = _restored(_encode(rounded, format), format, tensor.shape, dim)
     plain = _of_each(stored, format, tensor.shape, dim)
     return codes, plain if of_tensor is None else (plain, of_tensor)
@@ -158,7 +159,7 @@ def round_to(
         if compiled.round_to(source.detach(), target.detach(), format, dim, largest, seed):
             return target if out is None or out is target else out.copy_(target)
     blocks = _blocked(tensor, format, dim).float()
-    _, inverse, scale, _ = _scales(blocks, format, amax)
+    _, inverse, scale, _ = _scales(blocks, format, amax, seed)
     rounded = _rounded(blocks, inverse, tensor, format, dim, seed)
     result = _restored(rounded * scale, format, tensor.shape, dim).to(tensor.dtype)
     return result if out is None else out.copy_(result)
@@ -213,7 +214,7 @@ def _check_sizes(tensor: torch.Tensor, format: Format, dim: int) -> None:
         )
     along = tensor.shape[dim]
     across = tensor.movedim(dim, -1).shape[-2] if sides[0] > 1 else 0
-    for size, side in ((along, sides[1]), (across, sides[0])):
+    for size, side in ((along, EDEN_GROUP if format.scale_rule == "eden" else sides[1]), (across, sides[0])):
         if size % side:
             missing = side - size % side
             raise ArgumentValueError(
@@ -258,19 +259,25 @@ def _largest(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(
-    blocks: torch.Tensor, format: Format, amax: torch.Tensor | float | None
+    blocks: torch.Tensor, format: Format, amax: torch.Tensor | float | None, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     largest = _largest(blocks)
     if amax is not None:
         largest = torch.as_tensor(amax, dtype=torch.float32, device=blocks.device).abs().expand_as(largest)
-    of_tensor = None
-    if format.scale == "e4m3":
-        of_tensor = tensor_scale(_largest(largest.reshape(1, 1, 1, -1)).reshape(()), format.numbers)
-    return *block_scales(largest.contiguous(), format, of_tensor), of_tensor
+    largest = largest.contiguous()
+    if format.scale != "e4m3":
+        return *block_scales(largest, format, None), None
+    of_tensor = tensor_scale(_largest(largest.reshape(1, 1, 1, -1)).reshape(()), format)
+    scales = block_scales(largest, format, of_tensor)
+    if format.scale_rule == "4over6":
+        scales = four_over_six(blocks, scales, block_scales(largest, format, of_tensor, times=1.5), format)
+    elif format.scale_rule == "eden":
+        scales = eden(blocks, scales, format, seed)
+    return *scales, of_tensor
 
 
 def _seed(format: Format, tensor: torch.Tensor, generator: torch.Generator | None) -> int:
-    if format.rounding != "stochastic" or is_fake(tensor):
+    if (format.rounding != "stochastic" and format.scale_rule != "eden") or is_fake(tensor):
         return 0
     return int(torch.randint(2**31, (), generator=generator, device=generator.device if generator else "cpu"))
 

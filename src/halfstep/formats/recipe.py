@@ -59,12 +59,13 @@ Passes = Literal["forward", "backward", "all"]
 
 PASSES: dict[str, tuple[str, ...]] = {
     "forward": ("forward",),
-    "backward": ("input_gradient", "weight_gradient", "hadamard"),
+    "backward": ("input_gradient", "weight_gradient", "hadamard", "requantize"),
 }
 PASSES["all"] = (*PASSES["forward"], *PASSES["backward"])
 """The fields of a recipe that belong to the forward pass, to the backward pass, and to both."""
 
 PRODUCTS = ("forward", "input_gradient", "weight_gradient")
+_SWITCHES = ("attention", "requantize")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Recipe:
             the weight.
         hadamard: the size of the random Hadamard transform along the tokens of both operands of the weight gradient, a
             power of 2; 0 for none. It spreads outliers, and the product of two transformed operands is the same.
+        requantize: True if the backward products read the input and the weight as the forward product has rounded
+            them, as a chip does that keeps only those. They are rounded again, since blocks lie along other dimensions.
         amax: ``"current"`` computes the scale of a whole tensor from this tensor; ``"delayed"`` from the largest value
             of the latest 16 tensors in its place, as chips do that read a tensor only once. Compiled code always takes
             the current one.
@@ -101,6 +104,7 @@ class Recipe:
     input_gradient: Pair = (None, None)
     weight_gradient: Pair = (None, None)
     hadamard: int = 0
+    requantize: bool = False
     amax: Literal["current", "delayed"] = "current"
     backend: Literal["emulate", "torchao"] = "emulate"
     attention: bool = False
@@ -121,13 +125,13 @@ class Recipe:
                 f"hadamard={self.hadamard!r} must be a power of 2, such as 16, the number of tokens that are "
                 "transformed together; 0 transforms none."
             )
-        if self.amax not in ("current", "delayed"):
-            raise ArgumentValueError(f'amax={self.amax!r} must be "current" or "delayed".')
-        if self.backend not in ("emulate", "torchao"):
-            raise ArgumentValueError(f'backend={self.backend!r} must be "emulate" or "torchao".')
+        for name, (one, other) in {"amax": ("current", "delayed"), "backend": ("emulate", "torchao")}.items():
+            if getattr(self, name) not in (one, other):
+                raise ArgumentValueError(f'{name}={getattr(self, name)!r} must be "{one}" or "{other}".')
         if self.backend == "torchao":
             check_products([getattr(self, name) for name in PRODUCTS], self.hadamard, self.amax)
-        check_switch("attention", self.attention)
+        for name in _SWITCHES:
+            check_switch(name, getattr(self, name))
         if not isinstance(self.last_blocks, (int, float)) or not 0 <= self.last_blocks < 1:
             raise ArgumentValueError(
                 f"last_blocks={self.last_blocks!r} must be a part of the blocks, from 0 to below 1."
@@ -190,21 +194,22 @@ class Recipe:
     def products(self) -> Products:
         """The formats of each product as a text, and the size of the Hadamard transform: constants for a compiler.
 
-        The text of a product on kernels has the back end before the formats: ``"torchao: mxfp8 @ mxfp8"``.
+        The text of a product on kernels has the back end before the formats: ``"torchao: mxfp8 @ mxfp8"``. A format
+        before ``>`` rounds the second operand first, along its other dimension: ``"mxfp8 > mxfp4 @ mxfp4"``.
         """
         backend = "" if self.backend == "emulate" else f"{self.backend}: "
-        forward, input_gradient, weight_gradient = (backend + _shown(getattr(self, name)) for name in PRODUCTS)
+        first = ["", *(f"{each} > " if self.requantize and each else "" for each in reversed(self.forward))]
+        forward, input_gradient, weight_gradient = (
+            backend + before + _shown(getattr(self, name)) for before, name in zip(first, PRODUCTS, strict=True)
+        )
         return forward, input_gradient, weight_gradient, self.hadamard
 
     def __str__(self) -> str:
         known = next((name for name, recipe in RECIPES.items() if recipe == self), None)
         if known is not None:
             return known
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return (
-            "; ".join(f"{name}={_shown(v)}" for name, v in values.items() if v != getattr(Recipe(), name))
-            or "layers=auto"
-        )
+        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        return "; ".join(f"{name}={_shown(v)}" for name, v, plain in values if v != plain) or "layers=auto"
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
@@ -262,7 +267,7 @@ def _read(name: str, value: str) -> Any:
     if name in PRODUCTS:
         return tuple(None if each == "None" else Format.parse(each) for each in value.split(" @ "))
     try:
-        if name == "attention":
+        if name in _SWITCHES:
             return {"True": True, "False": False}.get(value, value)
         return {"hadamard": int, "last_blocks": float}.get(name, str)(value)
     except ValueError:
@@ -275,7 +280,9 @@ def _published() -> dict[str, Recipe]:
     fp4 = Format.parse("nvfp4")
     square, stochastic = fp4.replace(block="16x16"), fp4.replace(rounding="stochastic")
     nvfp4 = Recipe((fp4, square), (stochastic, square), (stochastic, fp4), hadamard=16, last_blocks=0.15)
-    none = (None, None)
+    none, corrected = (None, None), (fp4.replace(scale_rule="eden"),) * 2
+    least = {name: getattr(nvfp4, name) for name in PRODUCTS}
+    least = {name: tuple(each.replace(scale_rule="4over6") for each in pair) for name, pair in least.items()}
     return {
         "fp8_tensorwise": Recipe((tensor, tensor), (gradient, tensor), (gradient, tensor)),
         "fp8_rowwise": Recipe((row, row), (row, row), (row, row)),
@@ -284,6 +291,8 @@ def _published() -> dict[str, Recipe]:
         "mxfp8_hp_wgrad": Recipe((mx, mx), (mx, mx), none),
         "nvfp4": nvfp4,
         "fp4_backward": nvfp4.replace(forward=none, last_blocks=0.0),
+        "4over6": nvfp4.replace(**least),
+        "quartet2": Recipe((fp4.replace(scale_rule="4over6"),) * 2, corrected, corrected, requantize=True),
     }
 
 
@@ -299,4 +308,15 @@ RECIPES = _published()
   of 16 tokens in weight gradients, the last 15 % of the blocks left out (arXiv 2509.25149).
 - ``fp4_backward``: only its backward pass. Most of the published loss gap of NVFP4 comes from the forward pass (arXiv
   2601.22813).
+- ``4over6``: ``nvfp4`` with ``scale_rule="4over6"`` for all six operands (arXiv 2512.02010). As in the authors' code,
+  the tensor scale leaves room up to 256 and the error is the sum of squares. The choice is by the error of rounding to
+  the nearest also where gradients are rounded stochastically, so that their mean stays right; the authors' code
+  compares the errors of both random roundings.
+- ``quartet2``: Quartet II (arXiv 2601.22813). The forward product has blocks of 16 for input and weight, with
+  ``scale_rule="4over6"``; ``"quartet2; forward=nvfp4 @ nvfp4"`` is without. Both backward products have
+  ``scale_rule="eden"`` for both operands, after a Hadamard transform of 128 numbers along the sum with fresh random
+  signs in each product, and read input and weight as the forward product has rounded them. The authors' code draws the
+  signs once in each backward pass of a layer, for both products; it has a least scale of a block of 2^-9 where torchao
+  and this have 2^-6. All linear layers but the first and the last have it; sizes that 128 does not divide are padded
+  with zeros.
 """

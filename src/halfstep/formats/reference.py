@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .elements import Element
-from .format import Format
+from .format import EDEN_GROUP, Format
 
 __all__ = [
     "GREATEST_INVERSE",
@@ -22,6 +21,9 @@ LEAST_TENSOR_SCALE = 2.0**-118
 """The least fp32 scale of a tensor beside e4m3 scales of its blocks: the product of both inverses stays finite."""
 LEAST_BLOCK_SCALE = 2.0**-6
 """The least e4m3 scale of a block, as in torchao: the smallest normal number."""
+
+_TO_SIX = 17 / 16 * 0.93
+"""The factor of scales under the rule "eden" with which rounding to e2m1 has the least error (Quartet II)."""
 
 _INF = 0x7F800000
 _FRACTION = 0x7FFFFF
@@ -40,36 +42,47 @@ def rule_addend(format: Format) -> int:
     element = format.numbers
     greatest = int((element.greatest / 2.0**element.greatest_exponent - 1) * 2**23)
     half = 1 << (22 - element.mantissa)
-    return {"floor": 0, "ceil": _FRACTION, "rceil": _FRACTION - greatest, "even": half}[format.scale_rule]
+    return {"floor": 0, "ceil": _FRACTION, "rceil": _FRACTION - greatest, "even": half}.get(format.scale_rule, 0)
 
 
-def tensor_scale(largest: torch.Tensor, element: Element) -> torch.Tensor:
-    """Return the fp32 scale of a tensor with which e4m3 scales of its blocks reach 448."""
-    scale = (largest / largest.new_tensor(448.0 * element.greatest)).clamp(min=LEAST_TENSOR_SCALE)
+def greatest_of(format: Format) -> float:
+    """Return the number to which a scale maps the largest magnitude of a block."""
+    return format.numbers.greatest / (_TO_SIX if format.scale_rule == "eden" else 1.0)
+
+
+def greatest_scale(format: Format) -> float:
+    """Return the e4m3 scale of the block with the largest magnitude: 256 if a rule may raise it afterwards."""
+    return 256.0 if format.scale_rule in ("4over6", "eden") else 448.0
+
+
+def tensor_scale(largest: torch.Tensor, format: Format) -> torch.Tensor:
+    """Return the fp32 scale of a tensor with which e4m3 scales of its blocks reach ``greatest_scale``."""
+    greatest = largest.new_tensor(greatest_scale(format) * greatest_of(format))
+    scale = (largest / greatest).clamp(min=LEAST_TENSOR_SCALE)
     return torch.where(largest == 0, 1.0, scale)
 
 
-def block_scales(
-    largest: torch.Tensor, format: Format, of_tensor: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+BlockScales = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The scales of blocks as they are stored, the factors in front of elements, and behind rounded elements."""
+
+
+def block_scales(largest: torch.Tensor, format: Format, tensor: torch.Tensor | None, times: float = 1.0) -> BlockScales:
     """Compute the scales of blocks from the largest magnitudes in them.
 
     Args:
         largest: the largest magnitudes, in fp32; NaN where a block has one.
         format: the format.
-        of_tensor: with e4m3 scales, the scale of the tensor.
-
-    Returns:
-        The scales as they are stored, the factors in front of elements, and what rounded elements are multiplied by.
+        tensor: with e4m3 scales, the scale of the tensor.
+        times: with e4m3 scales, a factor of them before they are rounded.
     """
     element = format.numbers
     # As a tensor: for a number divided by a tensor torch multiplies by the reciprocal, which rounds twice.
-    greatest = largest.new_tensor(element.greatest)
-    if of_tensor is not None:
-        wanted = (largest / greatest) / of_tensor
+    greatest = largest.new_tensor(greatest_of(format))
+    if tensor is not None:
+        wanted = (largest / greatest) / tensor * times
         stored = wanted.clamp(LEAST_BLOCK_SCALE, 448.0).to(torch.float8_e4m3fn)
         scale = stored.float()
-        return stored, of_tensor.reciprocal() / scale, scale * of_tensor
+        return stored, tensor.reciprocal() / scale, scale * tensor
     if format.scale == "fp32":
         inverse = (greatest / largest).clamp(max=GREATEST_INVERSE)
         inverse = torch.where(largest == 0, 1.0, inverse)
@@ -86,6 +99,43 @@ def block_scales(
     scale = torch.where(poisoned, torch.nan, power_of_two(exponent))
     inverse = torch.where(poisoned, torch.nan, power_of_two(254 - exponent))
     return exponent.to(torch.uint8).view(torch.float8_e8m0fnu), inverse, scale
+
+
+def four_over_six(blocks: torch.Tensor, six: BlockScales, four: BlockScales, format: Format) -> BlockScales:
+    """Choose, for each block, the scales with the smaller squared error.
+
+    Args:
+        blocks: the numbers, with the sides of a block as last and third last dimension.
+        six: the scales that map the largest magnitude to 6.
+        four: the scales that map it to 4.
+        format: the format.
+    """
+    nearest = format.replace(rounding="even")
+    lost = [blocks - round_elements(blocks * inverse, nearest, None, 0) * scale for _, inverse, scale in (six, four)]
+    errors = [each.double().square().sum((-1, -3), keepdim=True) for each in lost]
+    stored, inverse, scale = (torch.where(errors[1] < errors[0], b, a) for a, b in zip(six, four, strict=True))
+    return stored, inverse, scale
+
+
+def eden(blocks: torch.Tensor, scales: BlockScales, format: Format, seed: int) -> BlockScales:
+    """Correct scales of groups of blocks by what rounding adds or takes away, and round them stochastically.
+
+    Args:
+        blocks: the numbers, with the sides of a block as last and third last dimension.
+        scales: the scales before they are corrected.
+        format: the format.
+        seed: the seed of the rounding of scales.
+    """
+    stored, inverse, scale = scales
+    scaled, some = blocks * inverse, EDEN_GROUP // blocks.shape[-1]
+    groups = [
+        (scaled * each).unflatten(-2, (blocks.shape[-2] // some, some)).sum((-1, -2), keepdim=True)
+        for each in (scaled, round_elements(scaled, format, None, 0))
+    ]
+    factor = torch.where(groups[1] == 0, 1.0, groups[0] / groups[1]).expand(*groups[0].shape[:-2], some, 1)
+    wanted, index = stored.float() * factor.flatten(-3, -2), torch.arange(stored.numel(), device=stored.device)
+    drawn = round_elements(wanted, Format("float8_e4m3fn", rounding="stochastic"), index.view(stored.shape), seed)
+    return drawn.to(stored.dtype), inverse, scale / stored.float() * drawn
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
