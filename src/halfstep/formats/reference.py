@@ -133,8 +133,9 @@ def eden(blocks: torch.Tensor, scales: BlockScales, format: Format, seed: int) -
         for each in (scaled, round_elements(scaled, format, None, 0))
     ]
     factor = torch.where(groups[1] == 0, 1.0, groups[0] / groups[1]).expand(*groups[0].shape[:-2], some, 1)
-    wanted, index = stored.float() * factor.flatten(-3, -2), torch.arange(stored.numel(), device=stored.device)
-    drawn = round_elements(wanted, Format("float8_e4m3fn", rounding="stochastic"), index.view(stored.shape), seed)
+    wanted = stored.float() * factor.flatten(-3, -2)
+    index = torch.arange(wanted.numel(), device=wanted.device, dtype=torch.int64).view(wanted.shape)
+    drawn = round_elements(wanted, Format("float8_e4m3fn", rounding="stochastic"), index, seed)
     return drawn.to(stored.dtype), inverse, scale / stored.float() * drawn
 
 
