@@ -33,6 +33,7 @@ __all__ = ["diagnose", "of_run"]
 
 _RANK = (
     *("HS122", "HS123", "HS132", "HS115", "HS124", "HS126", "HS125", "HS106", "HS104", "HS118", "HS105"),
+    *("HS128", "HS129", "HS130", "HS131"),  # a recipe that loses numbers shows as lost updates and divergence, too
     *("HS120", "HS107", "HS101", "HS102", "HS103", "HS109", "HS117", "HS121", "HS111"),
 )
 """Codes in the order in which one is the cause of a later one; codes that are not here come before HS111."""
@@ -144,8 +145,9 @@ def _answer(seen: Observed, step: Callable[[], Any] | None = None, *, about: str
         about: a remark, what the first line says of how the steps ran.
     """
     found = [*seen.found, *apply(seen)]
-    # check has found those of formats
-    found += [each for monitor in seen.monitors for each in monitor.findings() if each.code not in OF_FORMATS]
+    # check has looked at formats in the first step, when delayed scales are current ones; monitors look at the latest
+    known_codes = OF_FORMATS.keys() & {each.code for each in found}
+    found += [each for monitor in seen.monitors for each in monitor.findings() if each.code not in known_codes]
     overflow = next((each for each in found if each.code == "HS116" and each.severity == "error"), None)
     known = [each for each in found if each.severity != "note" and each.code != "HS111"]
     if not known or (overflow in known and "HS120" not in overflow.fix and all(e.code != "HS122" for e in known)):

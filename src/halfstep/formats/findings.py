@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.text import listed
+from .torchao_products import MULTIPLE
 
 __all__ = ["RULES"]
 
@@ -20,9 +21,6 @@ _SATURATED = 0.01
 _FLUSHED = 0.1
 _LEAST_RATIO = math.sqrt(3)
 """The least ratio of a gradient to its noise with which quantized training goes on (arXiv 2505.19115)."""
-
-_KERNEL = 16
-"""The number that divides all sizes of the products of ``torch._scaled_mm``."""
 
 Yielded = tuple[str, str, str, Mapping[str, Any], str]
 
@@ -48,6 +46,11 @@ def _layers(facts: Any) -> list[_Measured]:
     return [_Measured(facts.name_of(module), module, mark.recipe, mark.history) for module, mark in marks if mark]
 
 
+def _by(facts: Any) -> str:
+    """The recipes of a model, for a message."""
+    return f" (products={listed(list(dict.fromkeys(str(layer.recipe) for layer in _layers(facts))))})"
+
+
 def _worst(facts: Any, column: int) -> dict[str, float]:
     """The shares of one kind of loss by operand, in one read of each device."""
     found = {
@@ -66,7 +69,7 @@ def saturating_tensors(facts: Any) -> Iterator[Yielded]:
     """HS128: operands of which more than 1 % of the numbers are above the greatest number of their block."""
     shares = {place: share for place, share in _worst(facts, 0).items() if share > _SATURATED}
     if shares:
-        text = f"Up to {max(shares.values()):.1%} of the numbers of an operand saturate in its format."
+        text = f"Up to {max(shares.values()):.1%} of the numbers of an operand saturate in its format{_by(facts)}."
         yield "warning", listed(list(shares)), text, {"saturated": shares}, ""
 
 
@@ -74,7 +77,7 @@ def flushed_blocks(facts: Any) -> Iterator[Yielded]:
     """HS129: operands in which more than 10 % of the blocks lose more than half of their numbers to zero."""
     shares = {place: share for place, share in _worst(facts, 1).items() if share > _FLUSHED}
     if shares:
-        text = f"In up to {max(shares.values()):.1%} of the blocks of an operand most of the numbers become 0."
+        text = f"In up to {max(shares.values()):.1%} of the blocks of an operand most numbers become 0{_by(facts)}."
         yield "warning", listed(list(shares)), text, {"flushed": shares}, ""
 
 
@@ -85,7 +88,7 @@ def gradients_below_the_noise(facts: Any) -> Iterator[Yielded]:
     pairs = zip(noise, numbers[::2], numbers[1::2], strict=True)
     ratios = {name: norm / added for name, norm, added in pairs if norm < _LEAST_RATIO * added}
     if ratios:
-        text = f"A gradient is {min(ratios.values()):.2g} times the noise of its rounding; it needs 1.73 times."
+        text = f"A gradient is {min(ratios.values()):.2g} times its rounding noise{_by(facts)}; it needs 1.73 times."
         yield "warning", listed(list(ratios)), text, {"ratio": ratios}, ""
 
 
@@ -96,9 +99,9 @@ def sizes_without_a_kernel(facts: Any) -> Iterator[Yielded]:
         given = {"inputs": layer.module.in_features, "outputs": layer.module.out_features}
         if any(layer.recipe.weight_gradient):
             given["tokens"] = layer.history.tokens
-        sizes |= {f"{layer.name}: {size} {what}": size for what, size in given.items() if size % _KERNEL}
+        sizes |= {f"{layer.name}: {size} {what}": size for what, size in given.items() if size % MULTIPLE}
     if sizes:
-        text = f"{_KERNEL} does not divide a size, which kernels for fp8, MX and NVFP4 ask for; here it is emulated."
+        text = f"{MULTIPLE} does not divide a size, as kernels need it{_by(facts)}; here it is emulated."
         yield "note", listed(list(sizes)), text, {"sizes": sizes}, ""
 
 

@@ -72,8 +72,8 @@ _SWITCHES = ("attention", "requantize")
 class Recipe:
     """The formats of the operands of a linear layer, and which layers have them.
 
-    A recipe prints as its name, or as one line that parses back, ``Recipe.parse(str(recipe)) == recipe``, unless
-    ``layers`` is a function.
+    A recipe prints as its name, as the nearest name with the fields in which it differs, or as its fields. It parses
+    back, ``Recipe.parse(str(recipe)) == recipe``, unless ``layers`` is a function.
 
     Attributes:
         forward: the formats of input and weight in the forward product.
@@ -205,11 +205,12 @@ class Recipe:
         return forward, input_gradient, weight_gradient, self.hadamard
 
     def __str__(self) -> str:
-        known = next((name for name, recipe in RECIPES.items() if recipe == self), None)
-        if known is not None:
-            return known
-        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
-        return "; ".join(f"{name}={_shown(v)}" for name, v, plain in values if v != plain) or "layers=auto"
+        def differences(other: Recipe) -> list[str]:
+            pairs = ((field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+            return [f"{name}={_shown(mine)}" for name, mine, theirs in pairs if mine != theirs]
+
+        named = min(([name, *differences(recipe)] for name, recipe in RECIPES.items()), key=len)
+        return "; ".join(min(differences(Recipe()), named, key=len)) or "layers=auto"
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
