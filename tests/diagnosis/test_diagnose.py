@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,15 @@ def test_model_and_optimizer_are_found() -> None:
     assert "HS122 error    The batch holds NaN: input 0" in str(halfstep.diagnose(trial.step))
 
 
+def test_a_recipe_that_saturates_is_first_and_its_fix_helps() -> None:
+    for amax, saturates in (("delayed", True), ("current", False)):
+        trial = Trial("O1", torch.bfloat16)
+        amp.set_products(trial.model, f"fp8_tensorwise; layers=all; amax={amax}")
+        step = partial(lambda grows: (grows.x.mul_(1.5), grows.step()), trial)
+        first = halfstep.diagnose(step, trial.model, trial.optimizer).findings[0]
+        assert (first.code == "HS128" and "(products=fp8_tensorwise; amax=delayed; " in first.message) is saturates
+
+
 @pytest.mark.parametrize("count", [0, 1, 3, 9])
 def test_twelve_lines_at_most(count: int) -> None:
     found = [Finding(f"HS{100 + i}", "error", "x", "word " * 60, {}, "fix " * 60) for i in range(count)]
@@ -90,10 +100,9 @@ def test_twelve_lines_at_most(count: int) -> None:
 
 
 def test_a_page(tmp_path: Path) -> None:
-    Diagnosis([Finding("HS101", "error", "layer", "the message", {}, "the fix")], 8, [3.0, 2.0, float("nan")]).report(
-        tmp_path / "a" / "page.html"
-    )
-    text = (tmp_path / "a" / "page.html").read_text(encoding="utf-8")
+    page, found = tmp_path / "a" / "page.html", Finding("HS101", "error", "layer", "the message", {}, "the fix")
+    Diagnosis([found], 8, [3.0, 2.0, float("nan")]).report(page)
+    text = page.read_text(encoding="utf-8")
     assert all(each in text for each in ("HS101 error", "the message", "layer", "the fix", "1 problem in 8 steps"))
 
 
