@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,13 +78,12 @@ def places(model: nn.Module) -> list[str]:
     return [place for each in halfstep.check(model) if each.code == "HS129" for place in each.evidence["flushed"]]
 
 
-def test_a_training_is_measured_where_it_is_asked_for() -> None:
+def test_a_training_is_measured_where_it_is_asked_for(tmp_path: Path) -> None:
     recipe = "nvfp4; layers=all; hadamard=0"
     model = trained(recipe, outlier=1e4, measured=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     x, g = torch.randn(64, 64), torch.randn(64, 64)
-    x[:, ::16] *= 1e4
-    g[::16] *= 1e4
+    x[:, ::16], g[::16] = x[:, ::16] * 1e4, g[::16] * 1e4
     with pytest.raises(ValueError, match="stop"), formats.measuring():
         raise ValueError("stop")
     (model(x) * g).sum().backward()
@@ -96,6 +96,8 @@ def test_a_training_is_measured_where_it_is_asked_for() -> None:
         optimizer.step()
     assert places(model) == ["0: input", "0: gradient, tokens"]
     assert "0: input, 0: gradient, tokens" in [each.where for each in monitor.findings() if each.code == "HS129"]
+    monitor.report(tmp_path / "page.html")
+    assert "HS129 warning at 0: input, 0: gradient, tokens" in (tmp_path / "page.html").read_text(encoding="utf-8")
     amp.set_products(model, recipe)
     found = halfstep.diagnose(lambda: (model(x) * g).sum(), model, optimizer).findings
     assert [each.where for each in found if each.code == "HS129"] == ["0: input, 0: gradient, tokens"]

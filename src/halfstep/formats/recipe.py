@@ -206,11 +206,11 @@ class Recipe:
 
     def __str__(self) -> str:
         def differences(other: Recipe) -> list[str]:
-            pairs = ((field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
-            return [f"{name}={_shown(mine)}" for name, mine, theirs in pairs if mine != theirs]
+            names = (field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name))
+            return [f"{name}={_shown(getattr(self, name))}" for name in names]
 
-        named = min(([name, *differences(recipe)] for name, recipe in RECIPES.items()), key=len)
-        return "; ".join(min(differences(Recipe()), named, key=len)) or "layers=auto"
+        named = ([name, *differences(recipe)] for name, recipe in RECIPES.items())
+        return "; ".join(sorted((differences(Recipe()), *named), key=len)[0]) or "layers=auto"
 
     @classmethod
     def parse(cls, text: str) -> Recipe:

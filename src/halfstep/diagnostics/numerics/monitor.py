@@ -224,7 +224,7 @@ class Monitor:
         save_rows(path, self.rows())
 
     def report(self, path: str | Path) -> None:
-        """Write one self-contained HTML page with the pictures of all rows and their tables.
+        """Write one self-contained HTML page with the pictures of all rows, their tables and ``findings()``.
 
         Args:
             path: the file; missing folders are created.
@@ -232,7 +232,8 @@ class Monitor:
         Raises:
             ArgumentValueError: if there are no rows.
         """
-        write_report(self.rows(), path)
+        of_formats = [each for each in self.findings() if each.code in OF_FORMATS]
+        write_report(self.rows(), path, findings=of_formats)
 
     # ---- steps
 

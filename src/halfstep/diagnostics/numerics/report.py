@@ -13,6 +13,7 @@ from typing import TypeVar
 from ...core.dtypes import HALF_DTYPES
 from ...core.errors import ArgumentValueError
 from ...core.text import counted, listed
+from ..findings.finding import Finding
 from ..observe.row import Range, Row
 from ..pages import (
     Band,
@@ -54,7 +55,12 @@ _TINY = 1e-3  # share of a row below which an exponent does not widen the pictur
 
 
 def write_report(
-    rows: Iterable[Row], path: str | Path, *, title: str = "Numerics of a run", command: str | None = None
+    rows: Iterable[Row],
+    path: str | Path,
+    *,
+    title: str = "Numerics of a run",
+    command: str | None = None,
+    findings: Sequence[Finding] = (),
 ) -> None:
     """Write one self-contained HTML page with the pictures of a run and their tables.
 
@@ -63,6 +69,7 @@ def write_report(
         path: the file; missing folders are created.
         title: the heading of the page.
         command: the command that made the rows, shown on the page.
+        findings: more findings to show than the rows give.
 
     Raises:
         ArgumentValueError: if there are no rows.
@@ -70,10 +77,10 @@ def write_report(
     found = list(rows)
     if not found:
         raise ArgumentValueError("There are no rows to report on: the run ended before the first sampled step.")
-    write_page(path, title, _content(found, title, command))
+    write_page(path, title, _content(found, title, command, findings))
 
 
-def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Markup]:
+def _content(rows: Sequence[Row], title: str, command: str | None, more: Sequence[Finding]) -> list[Markup]:
     tensors = tensors_of(rows)
     lost = grids(rows)
     steps = sorted({row.step for row in rows})
@@ -81,7 +88,7 @@ def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Marku
     dtypes = ", ".join(sorted({row.dtype for row in rows}))
     about = f"{counted(len(tensors), 'tensor')} of {span}, in {dtypes}."
     parts = [header("halfstep numerics", title, made_by(command), about)]
-    parts += [section("What stands out", _findings(rows, lost))]
+    parts += [section("What stands out", _findings([*findings_in(rows), *more], rows, lost))]
     for kind in _NAMES:
         of_kind = [each for each in tensors if each.kind == kind and each.exponents]
         if of_kind:
@@ -95,10 +102,12 @@ def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Marku
 # ---- the sections
 
 
-def _findings(rows: Sequence[Row], lost: Sequence[UpdateGrid]) -> Markup:
+def _findings(found: Sequence[Finding], rows: Sequence[Row], lost: Sequence[UpdateGrid]) -> Markup:
     """Make the section of findings: from a ``Monitor``'s rules, the likely cause first, and from the whole run."""
-    found = findings_in(rows)
-    said = [f"{each.code} {each.severity} at {each.where}: {each.message}. Fix: {each.fix}." for each in found]
+    said = [
+        f"{each.code} {each.severity} at {each.where}: {each.message.rstrip('.')}. Fix: {each.fix.rstrip('.')}."
+        for each in found
+    ]
     bad = [row for row in rows if not row.is_finite]
     if bad and not any(each.code == "HS116" and each.severity == "error" for each in found):
         first = min(row.step for row in bad)
