@@ -41,26 +41,26 @@ def given_scales(format: str, change: Callable[[Any], Any]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: Format.parse("fp9"), ArgumentValueError, "'fp9' is no format; choose one of fp8_e4m3, fp8_e5m2"),
-        (lambda: Format.parse("mxfp8,scale"), ArgumentValueError, "'scale' is no field of a format"),
-        (lambda: Format.parse("mxfp8,scale_rule=up"), ArgumentValueError, "is no scale rule of a format; choose one"),
+        (lambda: Format.parse("fp9"), ArgumentValueError, "'fp9' is not a format; choose one of fp8_e4m3, fp8_e5m2"),
+        (lambda: Format.parse("mxfp8,scale"), ArgumentValueError, "'scale' is not a field of a format"),
+        (lambda: Format.parse("mxfp8,scale_rule=up"), ArgumentValueError, "is not a valid scale rule of a format;"),
         (lambda: Format.parse(8), ArgumentTypeError, "must be a Format or the name of one"),  # type: ignore[arg-type]
         (lambda: Format("e2m1", "tensor", "e4m3"), ArgumentValueError, "scale='fp32', or a smaller block"),
         (lambda: Format("e2m1", saturate=False), ArgumentValueError, "neither inf nor NaN, so it always saturates"),
         (lambda: Format.parse("mxfp4,scale_rule=4over6"), ArgumentValueError, "is for e2m1 elements with e4m3 scales"),
         (lambda: Format.parse("nvfp4,block=16x16,scale_rule=eden"), ArgumentValueError, "'eden' for blocks of 1x16"),
-        (lambda: quantize(X, "nvfp4,scale_rule=eden", dim=0), ArgumentValueError, "48 is no multiple of 128"),
-        (lambda: quantize(X, "mxfp8"), ArgumentValueError, "40 is no multiple of 32. Pad it with 24 zeros to 64"),
-        (lambda: quantize(X, "mxfp8", dim=0), ArgumentValueError, "48 is no multiple of 32. Pad it with 16 zeros"),
-        (lambda: round_to(X, "nvfp4,block=16x16"), ArgumentValueError, "40 is no multiple of 16. Pad it with 8 zeros"),
+        (lambda: quantize(X, "nvfp4,scale_rule=eden", dim=0), ArgumentValueError, "48 is not a multiple of 128"),
+        (lambda: quantize(X, "mxfp8"), ArgumentValueError, "40 is not a multiple of 32. Pad it with 24 zeros to 64"),
+        (lambda: quantize(X, "mxfp8", dim=0), ArgumentValueError, "48 is not a multiple of 32. Pad it with 16 zeros"),
+        (lambda: round_to(X, "nvfp4,block=16x16"), ArgumentValueError, "40 is not a multiple of 16. Pad it with 8"),
         (lambda: round_to(X[:, 0], "fp8_blockwise"), ArgumentValueError, "need two dimensions"),
-        (lambda: round_to(X, "mxfp8", dim=2), ArgumentIndexError, "dim=2 is no dimension"),
+        (lambda: round_to(X, "mxfp8", dim=2), ArgumentIndexError, "dim=2 is not a dimension"),
         (lambda: quantize(X.double(), "fp8_e4m3"), ArgumentTypeError, "torch.float64 is not quantized"),
         (lambda: quantize(X.int(), "fp8_e4m3"), ArgumentTypeError, "torch.int32 is not quantized"),
         (lambda: quantize([1.0], "fp8_e4m3"), ArgumentTypeError, "must be a tensor"),  # type: ignore[arg-type]
         (lambda: quantize(X.to_sparse(), "fp8_e4m3"), ArgumentTypeError, "layout torch.sparse_coo is not quantized"),
         (lambda: quantize(X, "mxfp8", dim=1.0), ArgumentTypeError, "dim must be"),  # type: ignore[arg-type]
-        (lambda: quantize(X, "fp8_e4m3", dim=5), ArgumentIndexError, "dim=5 is no dimension"),
+        (lambda: quantize(X, "fp8_e4m3", dim=5), ArgumentIndexError, "dim=5 is not a dimension"),
         (lambda: quantize(X, "mxfp8", generator=3), ArgumentTypeError, "generator must be"),  # type: ignore[arg-type]
         (lambda: error([1.0], "fp8_e4m3"), ArgumentTypeError, "must be a tensor"),  # type: ignore[arg-type]
         (lambda: error(X.int(), "fp8_e4m3"), ArgumentTypeError, "torch.int32 is not quantized"),

@@ -566,7 +566,7 @@ def test_the_products_of_a_block() -> None:
         assert torch.equal(compiled(a), layer(a))
     with torch.no_grad():
         assert torch.equal(compiled(a), layer(a))
-    with pytest.raises(ArgumentValueError, match="'fp9' is no recipe"):
+    with pytest.raises(ArgumentValueError, match="'fp9' is not a recipe"):
         amp.auto_cast(products="fp9")
 
 

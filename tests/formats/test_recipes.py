@@ -52,15 +52,15 @@ def test_the_fields_of_a_recipe_take_names_of_formats() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ("fp9", ArgumentValueError, "'fp9' is no recipe. There are fp8_tensorwise, fp8_rowwise"),
-        ("mxfp8; size=3", ArgumentValueError, "'size=3' is no field of a recipe; write name=value, of forward,"),
+        ("fp9", ArgumentValueError, "'fp9' is not a recipe. There are fp8_tensorwise, fp8_rowwise"),
+        ("mxfp8; size=3", ArgumentValueError, "'size=3' is not a field of a recipe; write name=value: forward,"),
         ("mxfp8; hadamard=x", ArgumentValueError, "hadamard=x must have a number"),
         ("mxfp8; hadamard=3", ArgumentValueError, "hadamard=3 must be a power of 2"),
         ("mxfp8; amax=old", ArgumentValueError, 'amax=\'old\' must be "current" or "delayed"'),
         ("mxfp8; last_blocks=2", ArgumentValueError, "last_blocks=2.0 must be a part of the blocks, from 0 to below 1"),
         ("mxfp8; layers=some", ArgumentValueError, 'layers=\'some\' must be "auto", "all", or a function'),
         ("mxfp8; forward=mxfp8", ArgumentTypeError, "forward must be a pair of formats"),
-        ("mxfp8; forward=mxfp8 @ mxfp9", ArgumentValueError, "'mxfp9' is no format"),
+        ("mxfp8; forward=mxfp8 @ mxfp9", ArgumentValueError, "'mxfp9' is not a format"),
         (8, ArgumentTypeError, "A recipe must be a Recipe or the name of one, not 8 of type int"),
     ],
 )
@@ -148,7 +148,7 @@ def test_a_dict_has_recipes_by_the_names_of_layers() -> None:
     table = amp.set_products(model, {"0": "fp8_rowwise", "1.1.0": RECIPES["mxfp8"]})
     assert {layer.name: str(layer.recipe) for layer in table if layer.recipe} == {"0": "fp8_rowwise", "1.1.0": "mxfp8"}
     with pytest.raises(
-        UsageError, match=r"'1.7', which is no linear layer of this Sequential. Its linear layers are 0"
+        UsageError, match=r"'1.7', which is not a linear layer of this Sequential. Its linear layers are 0"
     ):
         amp.set_products(model, {"0": "fp8_rowwise", "1.7": "mxfp8"})
 

@@ -22,7 +22,7 @@ class Element:
         greatest_exponent: the exponent of the greatest number.
         greatest: the greatest finite number.
         bits: the size of a code.
-        dtype: the dtype of codes: torch's own where it has one, otherwise one code a byte.
+        dtype: the dtype of codes: torch's own if it has one, otherwise one code per byte.
         overflow: the replacement of a number that is too great in a format that does not saturate; ``None`` if the
             element has neither inf nor NaN.
     """

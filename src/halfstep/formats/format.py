@@ -71,8 +71,8 @@ class Format:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ArgumentValueError(
-                    f"{name}={getattr(self, name)!r} is no {name.replace('_', ' ')} of a format; choose one of "
-                    f"{', '.join(map(str, allowed))}."
+                    f"{name}={getattr(self, name)!r} is not a valid {name.replace('_', ' ')} of a format; choose "
+                    f"one of {', '.join(map(str, allowed))}."
                 )
         if not self.saturate and self.numbers.overflow is None:
             raise ArgumentValueError(
@@ -128,13 +128,13 @@ class Format:
         check_kind("format", text, str, "a Format or the name of one")
         name, *changes = (part.strip() for part in text.split(","))
         if name not in FORMATS:
-            raise ArgumentValueError(f"{name!r} is no format; choose one of {', '.join(FORMATS)}, or pass a Format.")
+            raise ArgumentValueError(f"{name!r} is not a format; choose one of {', '.join(FORMATS)}, or pass a Format.")
         values: dict[str, object] = {}
         for change in changes:
             field, found, value = change.partition("=")
             if not found or field not in _CHOICES:
                 raise ArgumentValueError(
-                    f"{change!r} is no field of a format; write name=value with a name among {', '.join(_CHOICES)}."
+                    f"{change!r} is not a field of a format; write name=value with a name among {', '.join(_CHOICES)}."
                 )
             values[field] = {"True": True, "False": False}.get(value, value)
         return FORMATS[name].replace(**values)

@@ -289,7 +289,7 @@ def choose(model: nn.Module, recipe: Recipe) -> LayerTable:
     ]
     if unknown:
         raise UsageError(
-            f"products= has a recipe for {unknown[0]!r}, which is no linear layer of this {type(model).__name__}. "
+            f"products= has a recipe for {unknown[0]!r}, which is not a linear layer of this {type(model).__name__}. "
             f"Its linear layers are {listed([name for name, _ in layers])}."
         )
     attention = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}

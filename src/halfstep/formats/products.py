@@ -109,13 +109,13 @@ def _product(
         a: the first operand; it is transposed if ``dim_a`` is -2.
         b: the second operand; it is transposed if ``dim_b`` is -1.
         dim_a: the dimension of ``a`` that the product sums over.
-        dim_b: likewise of ``b``.
+        dim_b: the dimension of ``b`` that the product sums over.
         formats: the formats of the operands, and what computes it; see ``Recipe.products``.
         dtype: the dtype of the result.
         hadamard: the size of the transform along the sum; 0 for none.
         bias: added in fp32.
         amax_a: the largest value that the scale of the whole first operand allows for; None reads it from the operand.
-        amax_b: likewise of the second operand.
+        amax_b: the same for the second operand.
         losses: receives what each rounded operand has lost, by its index, if the product is measured.
     """
     pair, backend, first = _pair(formats)
@@ -259,7 +259,7 @@ def _is_traced(tensor: Tensor) -> bool:
 
 
 def _is_watched() -> bool:
-    """True where a mode of halfstep watches ops. Modes of others, such as torch's counters of flops, see all ops."""
+    """True if a mode of halfstep watches ops. Other modes, such as torch's counters of flops, see all ops."""
     modes = map(torch_compat.dispatch_mode_at, range(torch_compat.dispatch_mode_count()))
     return any(hasattr(mode, "only_watches") for mode in modes)
 
@@ -337,7 +337,7 @@ def matmul(a: Tensor, b: Tensor, products: Products, dtype: torch.dtype) -> Tens
 
     Args:
         a: a matrix, or matrices in any number of dimensions.
-        b: likewise; the dimensions of both are broadcast, as ``torch.matmul`` does.
+        b: a matrix, or matrices in any number of dimensions, which are broadcast as in ``torch.matmul``.
         products: the formats; see ``Recipe.products``.
         dtype: the dtype of the result.
     """

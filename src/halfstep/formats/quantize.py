@@ -205,7 +205,7 @@ def _check(tensor: torch.Tensor, format: Format, dim: int, generator: torch.Gene
 def _check_sizes(tensor: torch.Tensor, format: Format, dim: int) -> None:
     check_kind("dim", dim, int, "an integer")
     if not -tensor.dim() <= dim < tensor.dim() and (tensor.dim() or format.block != "tensor"):
-        raise ArgumentIndexError(f"dim={dim} is no dimension of a tensor of shape {tuple(tensor.shape)}.")
+        raise ArgumentIndexError(f"dim={dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}.")
     if (sides := format.sides) is None:
         return
     if tensor.dim() < 2 and sides[0] > 1:
@@ -216,10 +216,10 @@ def _check_sizes(tensor: torch.Tensor, format: Format, dim: int) -> None:
     across = tensor.movedim(dim, -1).shape[-2] if sides[0] > 1 else 0
     for size, side in ((along, EDEN_GROUP if format.scale_rule == "eden" else sides[1]), (across, sides[0])):
         if size % side:
-            missing = side - size % side
+            short = side - size % side
             raise ArgumentValueError(
-                f"Blocks of {format.block} along dim={dim} do not divide the shape {tuple(tensor.shape)}: {size} is no "
-                f"multiple of {side}. Pad it with {missing} zeros to {size + missing}, or choose another block or dim."
+                f"Blocks of {format.block} along dim={dim} do not fit the shape {tuple(tensor.shape)}: {size} is not "
+                f"a multiple of {side}. Pad it with {short} zeros to {size + short}, or choose another block or dim."
             )
 
 

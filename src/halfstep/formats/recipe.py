@@ -155,9 +155,9 @@ class Recipe:
         return replace(self, **changes)
 
     def only(self, passes: object, otherwise: Recipe) -> Recipe:
-        """Copy the recipe with the other passes than these from another recipe.
+        """Copy the recipe, with the products of all other passes from another recipe.
 
-        Without formats the recipe has no other fields of its own either: they stay as in the other one.
+        If the recipe has no formats, its remaining fields are also from the other recipe.
 
         Raises:
             ArgumentValueError: if ``passes`` is none of ``PASSES``.
@@ -226,14 +226,14 @@ class Recipe:
         if "=" not in first:
             if first not in RECIPES:
                 raise ArgumentValueError(
-                    f"{first!r} is no recipe. There are {', '.join(RECIPES)}; Recipe(forward=...) makes another."
+                    f"{first!r} is not a recipe. There are {', '.join(RECIPES)}; Recipe(forward=...) makes another."
                 )
             base, parts = RECIPES[first], rest
         changes: dict[str, Any] = {}
         for part in parts:
             name, _, value = part.partition("=")
             if name not in known or not value:
-                raise ArgumentValueError(f"{part!r} is no field of a recipe; write name=value, of {', '.join(known)}.")
+                raise ArgumentValueError(f"{part!r} is not a field of a recipe; write name=value: {', '.join(known)}.")
             changes[name] = _read(name, value)
         return base.replace(**changes) if changes else base
 

@@ -77,7 +77,7 @@ def scaled_product(a: Tensor, b: Tensor, formats: Pair, dtype: torch.dtype, bias
 
     Args:
         a: a matrix, or a batch of matrices, which are multiplied one by one.
-        b: likewise.
+        b: a matrix, or a batch of the same size.
         formats: a pair that ``check_products`` takes.
         dtype: the dtype of the result. A GPU has no MXFP8 or row-wise kernel with an fp32 result: it is rounded to
             bfloat16 there.
