@@ -232,8 +232,7 @@ class Monitor:
         Raises:
             ArgumentValueError: if there are no rows.
         """
-        of_formats = [each for each in self.findings() if each.code in OF_FORMATS]
-        write_report(self.rows(), path, findings=of_formats)
+        write_report(self.rows(), path, findings=[each for each in self.findings() if each.code in OF_FORMATS])
 
     # ---- steps
 

@@ -54,13 +54,12 @@ _COLORS = (
 _TINY = 1e-3  # share of a row below which an exponent does not widen the picture
 
 
+_TITLE = "Numerics of a run"
+_Findings = Sequence[Finding]
+
+
 def write_report(
-    rows: Iterable[Row],
-    path: str | Path,
-    *,
-    title: str = "Numerics of a run",
-    command: str | None = None,
-    findings: Sequence[Finding] = (),
+    rows: Iterable[Row], path: str | Path, *, title: str = _TITLE, command: str | None = None, findings: _Findings = ()
 ) -> None:
     """Write one self-contained HTML page with the pictures of a run and their tables.
 
@@ -80,7 +79,7 @@ def write_report(
     write_page(path, title, _content(found, title, command, findings))
 
 
-def _content(rows: Sequence[Row], title: str, command: str | None, more: Sequence[Finding]) -> list[Markup]:
+def _content(rows: Sequence[Row], title: str, command: str | None, more: _Findings) -> list[Markup]:
     tensors = tensors_of(rows)
     lost = grids(rows)
     steps = sorted({row.step for row in rows})
@@ -102,12 +101,9 @@ def _content(rows: Sequence[Row], title: str, command: str | None, more: Sequenc
 # ---- the sections
 
 
-def _findings(found: Sequence[Finding], rows: Sequence[Row], lost: Sequence[UpdateGrid]) -> Markup:
+def _findings(found: _Findings, rows: Sequence[Row], lost: Sequence[UpdateGrid]) -> Markup:
     """Make the section of findings: from a ``Monitor``'s rules, the likely cause first, and from the whole run."""
-    said = [
-        f"{each.code} {each.severity} at {each.where}: {each.message.rstrip('.')}. Fix: {each.fix.rstrip('.')}."
-        for each in found
-    ]
+    said = [f"{e.code} {e.severity} at {e.where}: {e.message.rstrip('.')}. Fix: {e.fix.rstrip('.')}." for e in found]
     bad = [row for row in rows if not row.is_finite]
     if bad and not any(each.code == "HS116" and each.severity == "error" for each in found):
         first = min(row.step for row in bad)
