@@ -44,7 +44,7 @@ class Format:
             number of the element under each of these.
 
             Two rules are for e2m1 elements with e4m3 scales. ``"4over6"`` (arXiv 2512.02010) maps the largest magnitude
-            of a block to 6 or to 4, whichever has the smaller squared error when numbers are rounded to the nearest;
+            of a block to 6 or to 4, by the smaller squared error of rounding to the nearest;
             with equal errors to 6. ``"eden"`` (MS-EDEN, arXiv 2601.22813) maps it to 6.07, which is best for the error,
             and then multiplies the scales of 128 numbers, which lie along the dimension of the blocks, by
             ``sum(x * x) / sum(x * rounded)``, rounded stochastically to e4m3. After a random rotation of these 128
