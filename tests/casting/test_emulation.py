@@ -17,7 +17,6 @@ from halfstep import Model, OpLists, amp, static
 from halfstep.casting import config, emulation
 from halfstep.casting.scope import OpCasting
 from halfstep.core import hardware
-from halfstep.core.errors import ArgumentValueError
 from halfstep.core.oplists.tables import KINDS
 from tests.support.worlds import BF16, FP16, FP32, HALVES, scaled_backward, step_and_clear, with_optimizer
 
@@ -365,23 +364,6 @@ def test_units_that_the_environment_takes_from_onednn(limit: str, kind: str, mon
     assert hardware.has_units(cpu, BF16, kind) is (limit not in ("AVX2", "avx512_core"))
     fast = kind == "product" and limit in ("AVX512_CORE_FP16", "ALL", "")
     assert hardware.has_units(cpu, FP16, kind) is fast
-
-
-@pytest.mark.parametrize(
-    "begin",
-    [
-        lambda value: amp.initialize(nn.Linear(2, 2), opt_level="O2", emulate=value),
-        lambda value: amp.decorate(nn.Linear(2, 2), level="O2", emulate=value),
-        lambda value: amp.auto_cast(emulate=value),
-        lambda value: amp.init(emulate=value),
-        lambda value: static.amp.decorate(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), emulate=value),
-        lambda value: Model(nn.Linear(2, 2)).prepare(amp_configs={"emulate": value}),
-    ],
-    ids=["initialize", "decorate", "auto_cast", "init", "static", "Model"],
-)
-def test_a_wrong_value_is_refused(begin: Callable[[object], Any]) -> None:
-    with pytest.raises(ArgumentValueError, match=r"emulate='yes' must be \"auto\""):
-        begin("yes")
 
 
 def test_forms_that_write_into_a_tensor_are_left_alone() -> None:

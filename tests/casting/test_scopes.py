@@ -7,7 +7,7 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from halfstep import OpLists, amp, optimizers
 from halfstep.casting.current import Patches
 from halfstep.casting.scope import OpCasting, active_casting
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from tests.support.backends import skip_without_compiler
 from tests.support.worlds import BF16, FP16, FP32, in_a_thread, scaled_step
 
@@ -93,29 +92,6 @@ def test_as_a_decorator() -> None:
         return (x @ x.mT).dtype
 
     assert (forward(X), forward.__doc__, product()) == (BF16, "Doc.", FP32)
-
-    def steps() -> Iterator[int]:
-        yield 1
-
-    with pytest.raises(ArgumentValueError, match="generator"):
-        scope()(steps)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        ({"level": "O4"}, ArgumentValueError, "level='O4', but level should be O0, OD, O1 or O2"),
-        ({"dtype": "float32"}, ArgumentValueError, "dtype should be 'float16' or 'bfloat16'"),
-        ({"custom_white_list": ["softmx"]}, ArgumentValueError, "Did you mean 'softmax'"),
-        ({"custom_white_list": "softmax"}, ArgumentTypeError, r"pass a list of ops, \['softmax'\]"),
-        ({"custom_white_list": ["exp"], "custom_black_list": {"exp"}}, ArgumentValueError, "overlap custom black list"),
-        ({"custom_white_list": [3]}, ArgumentTypeError, "not 3"),
-        ({"custom_black_list": [len]}, ArgumentValueError, "not an op of torch"),
-    ],
-)
-def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        amp.auto_cast(**arguments)
 
 
 def test_level_in_any_case_and_dtype_by_default() -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from halfstep import HalfstepError, amp, optimizers, static
 from halfstep.core.errors import ArgumentValueError, UsageError
 from tests.graph.test_static import MODELS
-from tests.support.worlds import Applies, in_a_thread, unscaled_step
+from tests.support.worlds import Applies, Made, in_a_thread, unscaled_step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The tensor attribute"),  # torch.export, of nn.LSTM's list of weights
@@ -153,21 +153,16 @@ def test_values_are_fetched_by_name_and_by_themselves() -> None:
     assert found[2] == (expected.argmax(1) == feed["y"].argmax(1)).float().mean()
 
 
-class Normed(nn.Module):
-    """Batch normalization and dropout, which compute differently in evaluation mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear, self.dropout = nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.linear(self.norm(x)))  # type: ignore[no-any-return]
+def normed() -> Any:
+    """Make a model of batch normalization and dropout, which compute differently in evaluation mode."""
+    parts = {"norm": nn.BatchNorm1d(4), "linear": nn.Linear(4, 3), "dropout": nn.Dropout(0.5)}
+    return Made(lambda self, x: self.dropout(self.linear(self.norm(x))), **parts)
 
 
 @pytest.mark.parametrize("when", ["before minimize", "after minimize"])
 @pytest.mark.parametrize("level", ["", "O1", "O2"])
 def test_a_clone_for_tests_evaluates_with_the_trained_parameters(level: str, when: str) -> None:
-    model, program, executor = Normed(), static.default_main_program(), static.Executor("cpu")
+    model, program, executor = normed(), static.default_main_program(), static.Executor("cpu")
     reference = copy.deepcopy(model)
     x, y = static.data("x", [None, 4]), static.data("y", [None], "int64")
     scores: Any = model(x)
@@ -200,14 +195,14 @@ def test_a_clone_for_tests_evaluates_with_the_trained_parameters(level: str, whe
 
 
 def test_a_clone_of_a_captured_program() -> None:
-    model = Normed()
+    model = normed()
     program = static.capture(model, nn.CrossEntropyLoss(), (torch.randn(6, 4), torch.randint(3, (6,))))
     test = program.clone(for_test=True)
-    feed = {"x": torch.randn(5, 4), "label": torch.randint(3, (5,))}
-    found = static.Executor().run(test, feed, [test.loss, *test.outputs])
-    scores = model.eval()(feed["x"]).detach()
+    x, label = torch.randn(5, 4), torch.randint(3, (5,))
+    found = static.Executor().run(test, dict(zip(test.feed_names, (x, label), strict=True)), [test.loss, *test.outputs])
+    scores = model.eval()(x).detach()
     torch.testing.assert_close(found[1], scores)
-    torch.testing.assert_close(found[0], F.cross_entropy(scores, feed["label"]))
+    torch.testing.assert_close(found[0], F.cross_entropy(scores, label))
 
 
 def test_a_clone_keeps_its_program_where_the_program_begins_anew() -> None:

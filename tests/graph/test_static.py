@@ -51,14 +51,9 @@ class Residual(nn.Module):
         return scores
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.rnn, self.out = nn.Embedding(50, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 50)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.out(self.rnn(self.embed(ids))[0])
-        return scores.flatten(0, 1)
+def recurrent() -> nn.Module:
+    parts = {"embed": nn.Embedding(50, 16), "rnn": nn.LSTM(16, 16, batch_first=True), "out": nn.Linear(16, 50)}
+    return Made(lambda self, ids: self.out(self.rnn(self.embed(ids))[0]).flatten(0, 1), **parts)
 
 
 def words(n: int = 4) -> torch.Tensor:
@@ -68,7 +63,7 @@ def words(n: int = 4) -> torch.Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tensor, torch.Tensor]]]] = {
     "transformer": (Transformer, lambda n: (words(n), words(n).flatten())),
     "resnet": (Residual, lambda n: (torch.randn(n, 3, 8, 8), torch.randint(5, (n,)))),
-    "rnn": (Recurrent, lambda n: (words(n), words(n).flatten())),
+    "rnn": (recurrent, lambda n: (words(n), words(n).flatten())),
 }
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The tensor attribute"),  # torch.export, of nn.LSTM's list of weights
@@ -224,20 +219,14 @@ def test_casts_move_across_views_to_where_they_are_fewest() -> None:
     assert cast.casts_after == 2, "one before the views and one of the parameters"
 
 
-class Kept(nn.Module):
-    """A view that somebody reads in fp32, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.softmax(x, -1).reshape(-1, 8)
-        return self.linear(y).float().sum() + torch.exp(y).sum() + self.linear(y.t()).float().sum()
+def read_in_both(self: Any, x: torch.Tensor) -> Any:
+    """Read a view in 16 bits and in fp32."""
+    y = F.softmax(x, -1).reshape(-1, 8)
+    return self.linear(y).float().sum() + torch.exp(y).sum() + self.linear(y.t()).float().sum()
 
 
 def test_fp32_numbers_are_not_rounded_on_the_way_to_an_fp32_reader() -> None:
-    x, model = torch.randn(8, 8), Kept()
+    x, model = torch.randn(8, 8), Made(read_in_both, linear=nn.Linear(8, 8))
     program = static.capture(model, None, [x])
     cast = cast_graph(program.graph_module, OpLists.default(), BF16)
     assert {row.name: row.gives for row in cast.rows}["reshape"] == "float32"
@@ -264,41 +253,24 @@ def test_a_cast_and_back_vanishes() -> None:
         assert torch.equal(cast.module(x)[0], model(x))
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.softmax(x, -1)
-        first = self.a(y)
-        y.mul_(3.0)
-        return first + self.a(y)  # type: ignore[no-any-return]
+def in_place(self: Any, x: torch.Tensor) -> Any:
+    y = F.softmax(x, -1)
+    first = self.a(y)
+    y.mul_(3.0)
+    return first + self.a(y)
 
 
-def test_a_value_changed_in_place_is_cast_again() -> None:
-    x, model = torch.randn(2, 8), InPlace()
-    program = static.capture(model, None, [x])
-    cast = cast_graph(program.graph_module, OpLists.default(), BF16)
-    with amp.auto_cast(dtype=BF16):
-        assert torch.equal(cast.module(x)[0], model(x))
+def through_a_view(self: Any, x: torch.Tensor) -> Any:
+    y = F.softmax(x, -1)
+    view = y.view(-1)
+    first = self.a(view.view(2, 8))
+    view.mul_(3.0)
+    return first + self.b(y)
 
 
-class ThroughAView(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.softmax(x, -1)
-        view = y.view(-1)
-        first = self.a(view.view(2, 8))
-        view.mul_(3.0)
-        return first + self.b(y)  # type: ignore[no-any-return]
-
-
-def test_a_value_changed_through_its_view_stays_one_with_it() -> None:
-    x, model = torch.randn(2, 8), ThroughAView()
+@pytest.mark.parametrize("forward", [in_place, through_a_view])
+def test_a_value_changed_in_place_is_cast_again(forward: Callable[..., Any]) -> None:
+    x, model = torch.randn(2, 8), Made(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     program = static.capture(model, None, [x])
     cast = cast_graph(program.graph_module, OpLists.default(), BF16)
     with amp.auto_cast(dtype=BF16):
@@ -595,72 +567,27 @@ def test_the_pass_as_a_backend_of_torch_compile(inductor: bool) -> None:
         assert compiled(torch.randn(9, 8)).shape == (9, 4)
 
 
-# ---- the networks of section 3.2 of Paddle's guide, captured; test_paddle_static_guide.py has it as it is typed
+def guarded(self: Any, x: torch.Tensor) -> Any:
+    x = self.first(x)
+    with static.amp.fp16_guard():
+        return self.last(x)
 
 
-class GuideNet(nn.Module):
-    """The network of section 2.1.1; with ``guarded``, that of section 3.2.3."""
-
-    def __init__(self, input_size: int, output_size: int, guarded: bool) -> None:
-        super().__init__()
-        self.linears = nn.ModuleList([nn.Linear(input_size, output_size) for i in range(9)])
-        self.guarded = guarded
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i in range(len(self.linears)):
-            if self.guarded and i > 0:
-                with static.amp.fp16_guard():
-                    x = self.linears[i](x)
-            else:
-                x = self.linears[i](x)
-        return x
-
-
-GUIDE: dict[str, dict[str, Any]] = {
-    "O1": {"amp_lists": static.amp.CustomOpLists(custom_white_list=["elementwise_add"])},
-    "O2": {"use_pure_fp16": True, "use_fp16_guard": False},
-    "O2 with guard": {"use_pure_fp16": True, "use_fp16_guard": True},
-}
-
-
-@pytest.mark.parametrize("name", ["fp32", *GUIDE])
-def test_the_examples_of_paddles_guide(name: str) -> None:
-    torch.manual_seed(100)
-    input_size = output_size = 32
-    data = torch.rand(4, 8, input_size)
-    labels = torch.rand(4, 8, output_size)
-    model = GuideNet(input_size, output_size, guarded=name == "O2 with guard")
-    mse_loss = nn.MSELoss()
-    main_program = static.capture(model, mse_loss, (data[0], labels[0]))
-    loss = main_program.loss
-    optimizer: Any = torch.optim.SGD(lr=0.05, params=model.parameters())
-    if name == "fp32":
-        main_program.minimize(optimizer)
-    else:
-        optimizer = static.amp.decorate(
-            optimizer=optimizer, init_loss_scaling=128.0, use_dynamic_loss_scaling=True, **GUIDE[name]
-        )
-        optimizer.minimize(loss)
-    exe = static.Executor("cpu")
-    if name.startswith("O2"):
-        optimizer.amp_init("cpu", scope=None)
-    losses = []
-    for _epoch in range(2):
-        for train_data, train_label in zip(data, labels, strict=True):
-            train_loss = exe.run(
-                main_program,
-                feed={main_program.feed_names[0]: train_data, "label": train_label},
-                fetch_list=[loss.name],
-            )
-            losses.append(train_loss[0])
+def test_a_captured_program_trains_in_float16_where_its_guard_says_so() -> None:
+    """``test_paddle_static_guide.py`` has the networks of Paddle's guide, line by line."""
+    model = Made(guarded, first=nn.Linear(4, 4), last=nn.Linear(4, 4))
+    x, y = torch.rand(8, 4), torch.rand(8, 4)
+    program = static.capture(model, nn.MSELoss(), (x, y))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = static.amp.decorate(sgd, init_loss_scaling=128.0, use_pure_fp16=True, use_fp16_guard=True)
+    optimizer.minimize(program.loss)
+    optimizer.amp_init("cpu", scope=None)
+    feed = dict(zip(program.feed_names, (x, y), strict=True))
+    losses = [static.Executor("cpu").run(program, feed, [program.loss.name])[0] for _ in range(4)]
     assert losses[-1] < losses[0]
-    assert losses[0].dtype is (FP16 if name == "O2" else torch.float32), "the guide prints a float16 loss for O2 alone"
-    kinds = [p.dtype for p in model.parameters()]
-    assert kinds == {"O2": [FP16] * 18, "O2 with guard": [torch.float32] * 2 + [FP16] * 16}.get(
-        name, [torch.float32] * 18
-    )
-    if name != "fp32":
-        assert optimizer.get_loss_scaling() == 128.0
+    assert losses[0].dtype is torch.float32
+    assert [p.dtype for p in model.parameters()] == [torch.float32] * 2 + [FP16] * 2
+    assert optimizer.get_loss_scaling() == 128.0
 
 
 @pytest.mark.parametrize(("master_weight", "codes"), [(None, []), (False, ["HS101", "HS106"])])

@@ -134,13 +134,7 @@ def test_where_an_overflow_began_is_in_the_rows_in_a_file_and_on_the_page(tmp_pa
 
 
 def test_of_outputs_near_the_largest_number_the_one_that_came_there_first_is_named() -> None:
-    class Times(nn.Module):
-        factor = 1.0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.factor
-
-    model = nn.Sequential(Times(), Times())
+    model = nn.Sequential(*(Made(lambda self, x: x * self.factor, factor=1.0) for _ in range(2)))
     with Monitor(model, every=1) as monitor:
         for factors in ((1.0, 50000.0), (40000.0, 1.0)):
             model[0].factor, model[1].factor = factors

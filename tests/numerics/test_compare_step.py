@@ -35,16 +35,14 @@ class Net(nn.Module):
         return self.head(self.drop(self.norm(self.first(x)).relu()))
 
 
-class Cancels(nn.Module):
-    """Loses all digits below 2**10 in 16 bits."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x + 1024.0) - 1024.0
+def cancels(x: torch.Tensor) -> torch.Tensor:
+    """Lose all digits below 2**10 in 16 bits."""
+    return (x + 1024.0) - 1024.0
 
 
 def broken() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), Cancels(), nn.Linear(32, 4))
+    return nn.Sequential(nn.Linear(16, 32), Applies(cancels), nn.Linear(32, 4))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -287,13 +285,12 @@ def test_two_passes_of_a_checkpoint_are_aligned() -> None:
 
 
 def test_other_op_streams_are_aligned_by_what_they_have_in_common() -> None:
-    class Branches(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.dtype is torch.bfloat16:
-                x = x.sigmoid().logit()
-            return Cancels()(x)
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is torch.bfloat16:
+            x = x.sigmoid().logit()
+        return cancels(x)
 
-    model = nn.Sequential(nn.Linear(16, 32), Branches(), nn.Linear(32, 4))
+    model = nn.Sequential(nn.Linear(16, 32), Applies(branches), nn.Linear(32, 4))
     found = numerics.compare_step(lambda: loss_of(model), model, candidate="O2")
     assert found.about["ops of one run only"] == 4  # each in both passes
     assert top(found) == ("1", "cancellation")

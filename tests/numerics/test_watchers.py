@@ -17,21 +17,15 @@ from halfstep import amp, numerics
 from halfstep.diagnostics.observe.reading import Reading
 from halfstep.stepping.attached import observers
 from halfstep.torch_internals.torch_compat import dispatch_mode_count
-from tests.support.worlds import with_optimizer
+from tests.support.worlds import Made, with_optimizer
 
 Step = Callable[[], object]
 Watcher = Callable[[nn.Module, Any, Step], object]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        self.prompt = nn.Parameter(torch.zeros(0, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.body(torch.cat([self.prompt, x]))
-        return y
+def net() -> nn.Module:
+    body, prompt = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), nn.Parameter(torch.zeros(0, 4))
+    return Made(lambda self, x: self.body(torch.cat([self.prompt, x])), body=body, prompt=prompt)
 
 
 def monitored(model: nn.Module, optimizer: Any, step: Step) -> object:
@@ -104,7 +98,7 @@ def hooks_left(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
 
 def trained(level: str | None, kind: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model, optimizer = with_optimizer(Net(), getattr(torch.optim, kind), lr=1e-3)
+    model, optimizer = with_optimizer(net(), getattr(torch.optim, kind), lr=1e-3)
     if level is not None:
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype="bfloat16", verbosity=0)
     return model, optimizer

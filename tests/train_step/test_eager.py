@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import HalfstepError, TrainStep, amp, optimizers
@@ -146,53 +145,6 @@ def test_each_kind_of_batch_has_a_signature_and_few_are_kept() -> None:
     for rows in range(1, 100):
         step(torch.ones(rows, 6), torch.zeros(rows, 3))
     assert len(step.signatures) == 64
-
-
-def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
-    return with_optimizer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1)
-
-
-WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "model": (lambda: TrainStep(3, F.mse_loss, linear()[1]), TypeError, "model must be a module or another callable"),
-    "loss": (lambda: TrainStep(linear()[0], "mse", linear()[1]), TypeError, "loss_fn must be called with"),
-    "optimizer": (lambda: TrainStep(linear()[0], None, linear()[0]), TypeError, "optimizer must be a torch.optim"),
-    "closure": (
-        lambda: TrainStep((m := linear()[0]), None, torch.optim.LBFGS(m.parameters())),
-        TypeError,
-        "steps without a closure, not LBFGS",
-    ),
-    "strangers": (lambda: TrainStep(linear()[0], None, linear()[1]), ValueError, "none of the model's parameters"),
-    "scaler": (lambda: TrainStep(*_with(None), scaler=2.0**16), TypeError, "scaler must be an amp.GradScaler"),
-    "norm of 0": (lambda: TrainStep(*_with(None), max_grad_norm=0), ValueError, "max_grad_norm=0 must be a number"),
-    "norm as text": (lambda: TrainStep(*_with(None), max_grad_norm="1"), ValueError, "max_grad_norm='1'"),
-    "no window": (lambda: TrainStep(*_with(None), accumulate=0), ValueError, "accumulate=0 must be a whole number"),
-    "half a window": (lambda: TrainStep(*_with(None), accumulate=1.5), ValueError, "accumulate=1.5"),
-    "no tensor": (
-        lambda: TrainStep(*_with(lambda o, y: 1.0))(X, X),
-        TypeError,
-        "loss_fn must return a floating tensor",
-    ),
-    "integers": (lambda: TrainStep(*_with(lambda o, y: o.sum().long()))(X, X), TypeError, "as loss, not int64"),
-    "no number": (
-        lambda: TrainStep(*_with(lambda o, y: o - y))(X, X),
-        ValueError,
-        r"the loss has shape \(2, 2\); reduce it",
-    ),
-}
-X = torch.ones(2, 2)
-
-
-def _with(loss_fn: Any) -> tuple[Any, Any, Any]:
-    model, optimizer = linear()
-    return model, loss_fn, optimizer
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_uses_are_refused(wrong: str) -> None:
-    call, kind, message = WRONG[wrong]
-    with pytest.raises(kind, match=message) as caught:
-        call()
-    assert isinstance(caught.value, HalfstepError)
 
 
 def test_a_failed_forward_pass_changes_nothing() -> None:

@@ -22,7 +22,7 @@ from halfstep.amp.train_step import graphed_steps
 from halfstep.stepping.attached import observers
 from tests.support.backends import skip_without_compiler
 from tests.support.tape import imitation
-from tests.support.worlds import BF16, FP16, FP32, advance, loss_of, scaled_backward, start_amp, with_optimizer
+from tests.support.worlds import BF16, FP16, FP32, Made, advance, loss_of, scaled_backward, start_amp, with_optimizer
 
 
 @pytest.fixture
@@ -350,14 +350,9 @@ def test_only_so_many_kinds_of_batches_are_recorded() -> None:
     assert ours[2].signatures[-1].reason == "16 kinds of batches already have graphs"
 
 
-class Reads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.linear(x)
-        return y / max(1.0, y.float().abs().max().item())
+def reads(self: Any, x: torch.Tensor) -> Any:
+    y = self.linear(x)
+    return y / max(1.0, y.float().abs().max().item())
 
 
 @pytest.mark.usefixtures("tapes")
@@ -366,7 +361,8 @@ def test_a_model_that_reads_the_device_runs_eagerly(caplog: pytest.LogCaptureFix
     trained = []
     for graph in (True, False):
         torch.manual_seed(0)
-        model, optimizer = start_amp(Reads(), optimizers.FusedAdam, "O2", dtype=BF16, lr=1e-2)
+        model = Made(reads, linear=nn.Linear(6, 3))
+        model, optimizer = start_amp(model, optimizers.FusedAdam, "O2", dtype=BF16, lr=1e-2)
         step = TrainStep(model, loss_of, optimizer, cuda_graph=graph)
         losses = [step(*batch(i)) for i in range(8)]
         trained.append((losses, list(model.parameters()), step.signatures[0]))
