@@ -16,6 +16,7 @@ from torch import nn
 
 from halfstep import amp, kernels, optimizers, scaling
 from halfstep.parameters import async_reader as late
+from halfstep.torch_internals.torch_compat import tensor_hooks
 from tests.support.device_work import record_launches
 from tests.support.fake_cuda import READS_THE_HOST, fake_cuda
 from tests.support.worlds import start_amp, step_and_clear
@@ -126,12 +127,12 @@ def test_gradient_release(optimizer: str, scale: Any, monkeypatch: pytest.Monkey
     optim: Any = FUSED[optimizer](model.parameters())
     model, optim = amp.initialize(model, optim, opt_level="O2", loss_scale=scale, verbosity=0)
     optim.options = replace(optim.options, max_grad_norm=None)  # LAMB clips by default
-    release = optim.attach(model)
+    optim.attach(model)
     for _ in range(2):
         with amp.scale_loss(loss(), optim):
             backward(model)
-            for param in model.parameters():
-                release.arrive(param)
+            for param, hook in [(p, hook) for p in model.parameters() for hook in tensor_hooks(p)]:
+                hook(param)
         assert all(param.grad is None for param in model.parameters())
         optim.step()
     assert_has_stepped(optim, model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..core.errors import UsageError
 from ..core.removed import raise_removed
 from ..core.scalars import in_scalar_dtype
 from ..kernels.tensor_table import Number
-from ..parameters.table import REDUCTIONS
+from ..parameters.table import REDUCTIONS, Slot
 from ..torch_internals.torch_compat import backward_pass_id, found_inf_of, queue_after_backward, scale_of, tensor_hooks
 from .param_rows import GroupRows
 from .release_checks import check, refuse_closure, refuse_gradient, refuse_ranks, refuse_second
@@ -34,11 +35,38 @@ def release_of(optimizer: object) -> GradientRelease | None:
     return found if isinstance(found, GradientRelease) else None
 
 
-def _arrive(release: weakref.ref[GradientRelease], param: torch.Tensor) -> None:
+@dataclass(eq=False)
+class _Row:
+    """The row of one parameter in a gradient release.
+
+    Attributes:
+        slot: the parameter, in the table of the optimizer.
+        hook: the handle of the hook on the parameter, which has a weak reference to this row; None while the parameter
+            has been frozen since it came.
+        place: the index of the parameter in the optimizer.
+        stepped: True if the parameter stepped since the last ``step()``.
+        before: a weak reference to the gradient from before ``attach`` or the open block; None without one.
+        rows: the rows of the fused step whose first parameter is this one, for the next step.
+    """
+
+    slot: Slot
+    hook: Any = None
+    place: int = 0
+    stepped: bool = False
+    before: Callable[[], Any] | None = None
+    rows: GroupRows | None = None
+
+
+def _arrive(release: weakref.ref[GradientRelease], row: weakref.ref[_Row], param: torch.Tensor) -> None:
     """Hook on a parameter. It does nothing after the optimizer has been freed."""
     alive = release()
     if alive is not None:
-        alive.arrive(param)
+        alive.arrive(row)
+
+
+def _unhook(rows: Iterable[_Row]) -> None:
+    for hook in [row.hook for row in rows if row.hook is not None]:
+        hook.remove()
 
 
 def _is_released(param: torch.Tensor) -> bool:
@@ -56,14 +84,13 @@ class GradientRelease:
 
     Attributes:
         scaler: as given, if it is enabled.
+        stepped: the number of parameters that have stepped since ``step()`` was called.
     """
 
     def __init__(self, optimizer: Any, scaler: torch.amp.GradScaler | None = None) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._hooks: dict[int, Any] = {}  # by the identity of the parameter
-        self._places: dict[int, tuple[int, int]] = {}  # the group of each parameter, and its place in the optimizer
-        self._rows: dict[tuple[int, int], GroupRows] = {}  # by group and the identity of the first parameter
+        self._rows: list[_Row] = []
         self._queued = -1  # the backward pass at whose end the waiting parameters will step
         self._scale: torch.Tensor | None = None  # the loss scale of the open block
         self._guard: Callable[[], None] | None = None  # raises if gradients must not be used now
@@ -78,10 +105,8 @@ class GradientRelease:
 
     def remove(self) -> None:
         """End gradient release: ``optimizer.step()`` steps all parameters again, as before ``attach``."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
-        self._rows.clear()
+        _unhook(self._rows)
+        self._rows = []
         self.forget()
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.release is self:
@@ -101,8 +126,7 @@ class GradientRelease:
         check(optimizer, model, _is_released)
         optimizer.release = self
         # A plain backward pass adds to gradients from before, unless they were cleared or replaced.
-        self._left.update((id(p), weakref.ref(p.grad)) for p in model.parameters() if p.grad is not None)
-        self._watch()
+        self.begin(None, None)
 
     def begin_step(self, closure: Any, scaler: object) -> None:
         """Check the arguments of ``step``.
@@ -111,7 +135,7 @@ class GradientRelease:
             UsageError: for a closure, or for a scaler other than the one passed to ``attach``.
         """
         refuse_closure(closure)
-        scaled = self._stepped and getattr(self._optimizer(), "grad_scale", None) is not None
+        scaled = self.stepped and getattr(self._optimizer(), "grad_scale", None) is not None
         if scaler is not None or (scaled and self.scaler is None):
             self.refuse_other_scaler(scaler)
 
@@ -131,48 +155,43 @@ class GradientRelease:
 
     def forget(self) -> None:
         """Reset all records, for a new step."""
-        self._waiting: dict[int, torch.Tensor] = {}  # parameters with a gradient that have not stepped yet
+        self._waiting: list[_Row] = []  # parameters with a gradient that have not stepped yet
         self._bytes = 0
-        self._stepped: set[int] = set()
+        self.stepped = 0
         self._found: torch.Tensor | None = None  # 1.0 after a gradient of this pass was inf or NaN
-        self._earlier: set[int] = set()  # parameters that had a gradient when the block opened
-        self._left: dict[int, Callable[[], Any]] = {}  # gradients from before the release
+        for row in self._rows:
+            row.stepped, row.before = False, None
 
     # ---- what the code around a backward pass calls
 
-    @property
-    def has_stepped(self) -> bool:
-        """True if a parameter has stepped since ``step()`` was called."""
-        return bool(self._stepped)
-
-    def begin(
-        self, params: Iterable[torch.Tensor], scale: torch.Tensor | None, guard: Callable[[], None] | None
-    ) -> None:
+    def begin(self, scale: torch.Tensor | None, guard: Callable[[], None] | None) -> None:
         """Begin a ``scale_loss`` block.
 
         With a ``GradScaler``, the block belongs to other optimizers, so an overflow that the scaler must still learn of
         is kept.
 
         Args:
-            params: the parameters of the optimizer, with their gradients from before the block.
             scale: the loss scale of the pass, or None.
             guard: a function to call before a gradient is used; raises if it must not be used.
         """
-        self._scale, self._guard, self._before = scale, guard, len(self._stepped)
+        self._scale, self._guard, self._before = scale, guard, self.stepped
         self._found = None if self.scaler is None else self._found  # a scaler's ends with the step
-        self._earlier = {id(param) for param in params if param.grad is not None}
+        self._watch()
+        for row in self._rows:
+            grad = row.slot.param.grad
+            row.before = None if grad is None else weakref.ref(grad)
 
     def finish(self, found_inf: torch.Tensor) -> bool:
         """End the block: add its overflow to ``found_inf``. Returns True if a parameter stepped in the block."""
         self._scale = self._guard = None
         self.add_overflow(found_inf)
-        return len(self._stepped) > self._before
+        return self.stepped > self._before
 
     def abandon(self) -> None:
         """Drop the waiting gradients of a failed pass. Parameters that have stepped keep their step."""
         self._scale = self._guard = None
         self._found = None if self.scaler is None else self._found  # a scaler's ends with the step
-        self._waiting, self._bytes = {}, 0
+        self._waiting, self._bytes = [], 0
 
     def add_overflow(self, found_inf: torch.Tensor) -> None:
         """Set ``found_inf`` to 1.0 if a gradient of this pass was inf or NaN."""
@@ -197,7 +216,7 @@ class GradientRelease:
         Raises:
             UsageError: if any parameter has already stepped.
         """
-        if self._stepped:
+        if self.stepped:
             raise UsageError(
                 f"{name} finds no gradients: gradient release used and freed them during the backward pass. To clip, "
                 "end the release with remove()."
@@ -227,25 +246,25 @@ class GradientRelease:
 
     # ---- in a backward pass
 
-    def arrive(self, param: torch.Tensor) -> None:
+    def arrive(self, ref: weakref.ref[_Row]) -> None:
         """Handle a parameter whose gradient is complete.
 
         Raises:
             UsageError: if the gradient cannot be used now.
         """
-        if not self._waiting and not self._stepped:
+        if not self._waiting and not self.stepped:
             self._watch()  # the groups may have changed since the last step
-        if id(param) not in self._places or param.grad is None:
+        row = ref()
+        if row is None or (param := row.slot.param).grad is None:
             return
         if self._guard is not None:
             self._guard()
         if REDUCTIONS:
             refuse_ranks([param])
-        added = id(param) in self._left and self._left[id(param)]() is param.grad
-        if id(param) in self._stepped or id(param) in self._earlier or added:
+        if row.stepped or row.slot.grad.saved is not None or (row.before is not None and row.before() is param.grad):
             refuse_second(param)
         refuse_gradient(param)
-        self._waiting[id(param)] = param
+        self._waiting.append(row)
         self._bytes += param.numel() * param.grad.itemsize
         if self._queued != (running := backward_pass_id()):
             self._queued = running
@@ -256,44 +275,43 @@ class GradientRelease:
     def _watch(self) -> None:
         """Find the optimizer's parameters, and put hooks on parameters that are new or no longer frozen."""
         optimizer: Any = self._optimizer()
-        self._places = {}
-        for index, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                self._places[id(param)] = index, len(self._places)
-                if param.requires_grad and id(param) not in self._hooks:
-                    hook = partial(_arrive, weakref.ref(self))
-                    self._hooks[id(param)] = param.register_post_accumulate_grad_hook(hook)
-        for gone in self._hooks.keys() - self._places.keys():
-            self._hooks.pop(gone).remove()
+        known = {row.slot: row for row in self._rows}
+        slots = dict.fromkeys(optimizer.table.refresh())
+        self._rows = [known.pop(slot) if slot in known else _Row(slot) for slot in slots]
+        _unhook(known.values())
+        for place, row in enumerate(self._rows):
+            row.place = place
+            if row.hook is None and row.slot.param.requires_grad:
+                hook = partial(_arrive, weakref.ref(self), weakref.ref(row))
+                row.hook = row.slot.param.register_post_accumulate_grad_hook(hook)
 
     @torch.no_grad()
     def _step_waiting(self) -> None:
         """Step the waiting parameters, and free their gradients."""
         optimizer: Any = self._optimizer()
-        params = [p for p in self._waiting.values() if p.grad is not None]
-        self._waiting, self._bytes = {}, 0
-        if not params or optimizer is None:
+        # A pass inside another pass, as in reentrant checkpoints, may add to a gradient that waits.
+        waiting = [row for row in dict.fromkeys(self._waiting) if row.slot.param.grad is not None]
+        self._waiting, self._bytes = [], 0
+        if not waiting or optimizer is None:
             return
-        inverse = self._inverse_scale(params[0].device)
-        self._stepped.update(map(id, params))
-        places = [self._places[id(param)] for param in params]
+        inverse = self._inverse_scale(waiting[0].slot.param.device)
+        groups: dict[int, list[_Row]] = {}
+        for row in waiting:
+            row.stepped = True
+            groups.setdefault(row.slot.group, []).append(row)
+        self.stepped += len(waiting)
         taken = []
-        groups: dict[int, list[int]] = {}
-        for i, (group, _) in enumerate(places):
-            groups.setdefault(group, []).append(i)
-        for index, found in groups.items():
-            members, its = [params[i] for i in found], [places[i][1] for i in found]
-            key = index, id(members[0])
-            group = optimizer.param_groups[index]
-            self._rows[key] = rows = optimizer._rows_of(self._rows.get(key), group, members, its)
-            taken.append((group, rows))
-        if self._found is not None:
-            for _, group_rows in taken:
-                for one in group_rows.rows:
-                    one.squared_norms(self._found)
+        for index, members in groups.items():
+            group, first = optimizer.param_groups[index], members[0]
+            params, places = [row.slot.param for row in members], [row.place for row in members]
+            first.rows = optimizer._rows_of(first.rows, group, params, places)
+            taken.append((group, first.rows))
+            if self._found is not None:
+                for rows in first.rows.rows:
+                    rows.squared_norms(self._found)
         optimizer._take(taken, inverse, self._found)
-        for param in params:
-            param.grad = None
+        for row in waiting:
+            row.slot.param.grad = None
 
     def _inverse_scale(self, device: torch.device) -> Number:
         """Return the factor that unscales this pass. A scaled pass also gets its flag for inf and NaN here."""

@@ -18,6 +18,7 @@ import torch
 from ..core.checks import as_number, check_between, check_count
 from ..core.errors import ArgumentValueError, LossScaleCollapsed
 from ..core.loss_scale import DynamicLossScale, LossScale, LossScaleState, StaticLossScale
+from ..torch_internals.torch_compat import dispatch_mode_count
 from .async_reader import AsyncReader, capturing
 
 __all__ = ["DeviceLossScaler", "saved_numbers"]
@@ -124,7 +125,8 @@ class DeviceLossScaler:
         limit = rule.collapse_after
         stuck = limit is not None and self._stuck >= limit - 1
         # The host reads the flag here, at most once in a row of skips and where the scale is about to collapse.
-        on_host = not capturing(device)
+        # While ops are recorded it reads nothing, because a replay has flags of its own.
+        on_host = not (capturing(device) or dispatch_mode_count())
         if (stuck or (self.verbose and self._row >= 4)) and on_host and found_inf.item():
             self._report(limit if stuck else None, blame() if blame is not None else "unknown")
         if on_host and device.type == "cpu" and isinstance(rule, DynamicLossScale) and rule.count(state, found_inf):

@@ -221,12 +221,9 @@ def _new_master(optimizer: Callable[[], Any], originals: dict[int, torch.Tensor]
 class _StateByMaster(defaultdict[Any, Any]):
     """An optimizer's state during a step. It refuses to create entries for parameters that masters replace."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.masters: dict[int, torch.nn.Parameter] = {}  # by the `id` of the parameter; empty in a copy
-
     def __missing__(self, key: Any) -> Any:
-        if id(key) in self.masters:
+        master = find_master(key) if isinstance(key, torch.Tensor) else None
+        if isinstance(master, Plain) and master.in_place:
             raise UsageError(
                 f"The optimizer looked up the state of a 16-bit weight of shape {tuple(key.shape)} during a step, when "
                 "its fp32 master replaces it in param_groups and state: the optimizer keeps its own list of weights. "
@@ -255,7 +252,6 @@ class _States:
         if outer is not self._outer or not (_same(outer.values(), self._entries) and _same(outer, self._keys)):
             self._outer, self._keys, self._entries = outer, list(outer), list(outer.values())
             self._inner = _StateByMaster(dict, {of.get(id(key), key): entry for key, entry in outer.items()})
-        self._inner.masters = of
         optimizer.state = self._inner
 
     def swap_out(

@@ -242,11 +242,11 @@ class OptimizerTable:
         kinds = list(map(_KIND, params)) if self.fp32_grads or self.new_master is not None else []
         if same and kinds == self._kinds and self._wrappers == REDUCTIONS:
             return self.slots
-        before, found, slots, generation = self._by_id, {}, [], next(_generations)
+        before, found, slots, generation = self._by_id, dict[int, Slot](), list[Slot](), next(_generations)
         reduced = set(map(id, reduced_params(params)))
         for group, members in enumerate(groups):
             for param in members:
-                slot = before.get(id(param))
+                slot = found.get(id(param)) or before.get(id(param))
                 if slot is None:
                     master = self._gone.pop(param, None)
                     slot = Slot(param, group, record_of(param), since=generation, master=master)

@@ -232,7 +232,7 @@ class Window:
             self._find_wrappers(params)
             scale = self.ranks.gradient_scale(scale)
             self.ranks.abandon_plain()
-        gone = release is None or not release.has_stepped
+        gone = release is None or not release.stepped
         if gone and self.records and not self.ranks.reductions and all(param.grad is None for param in params):
             # User code removed the gradients of these records.
             self.records = [record for record in self.records if record.pending_scaler is None]
@@ -241,7 +241,7 @@ class Window:
         self.thread = get_ident()
         self._in_place = self.state is WindowState.SCALED and release is None and not self.ranks.will_sync and named
         if release is not None:
-            release.begin(params, scale, guard)
+            release.begin(scale, guard)
         self._block, self.state = weakref.ref(block), WindowState.OPEN if named else WindowState.REACHED
         in_place = list if self._in_place else None if alone else self.ranks.averaged_next
         self.keeper.gradients.begin(scale, block, in_place)

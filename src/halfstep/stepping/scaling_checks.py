@@ -46,7 +46,7 @@ class ForgottenScale(Subscriber):
         optimizer state.
         """
         optimizer, release, groups = window.keeper.optimizer, window.release, window.keeper.optimizer.param_groups
-        used = self._scaled or (release is not None and release.has_stepped)
+        used = self._scaled or (release is not None and bool(release.stepped))
         used = used or any(p.grad is not None for group in groups for p in group["params"])
         if window.block is not None or not used or (self._judged and not self._scaled):
             return
