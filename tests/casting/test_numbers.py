@@ -30,9 +30,9 @@ DOTS = (torch.dot, torch.vdot, torch.matmul, torch.inner, torch.linalg.vecdot)
 CASES: dict[str, tuple[tuple[torch.dtype, ...], Call]] = {  # the dtypes that do not have the numbers
     "+ 1e-8": (FP16, lambda x: x + 1e-8),
     "- 1e-41": (HALVES, lambda x: x - 1e-41),
-    "1 - mask, times -1e9": (FP16, lambda x: (1 - x) * -1e9),
+    "1 - mask, times -1e9": (FP16, lambda x: F.pad(1 - x, (1, 0), value=1e9) * -1e9),
     "an integer": (FP16, lambda x: x / 10**8),
-    "clamp to what rounds to 1": (HALVES, lambda x: x.clamp(1e-4, 1 - 1e-4)),
+    "clamp to what rounds to 1": (HALVES, lambda x: x.clamp(1e-4, 1 - 1e-4) + torch.logit(x, eps=1e-4)),
     "masked_fill": (HALVES, lambda x: x.masked_fill(PICKED, -3.4e38).softmax(-1)),
     "where": (HALVES, lambda x: torch.where(PICKED, -3.4e38, x)),
     "eps": (FP16, lambda x: F.normalize(x * 0, dim=-1).sum(1) + F.cosine_similarity(x * 0, x)),

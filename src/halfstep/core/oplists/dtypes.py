@@ -101,8 +101,8 @@ def needs_fp32(kind: str, half: torch.dtype, args: Sequence[Any], kwargs: Mappin
         kwargs: the keyword arguments of the call.
         result: the result of the call in 16 bits; only "product" reads it, and only its shape.
     """
-    if kind in ("number", "bound"):
-        return any(_is_lost(each, half, kind == "bound") for each in (*args, *kwargs.values()))
+    if kind in ("number", "bound", "eps"):
+        return any(_is_lost(each, half, kind) for each in (*args, *kwargs.values()))
     if kind == "accumulate" or half is not torch.float16:
         return kind == "accumulate" and bool(kwargs.get("accumulate", len(args) > 3 and args[3]))
     if kind == "product":
@@ -110,12 +110,15 @@ def needs_fp32(kind: str, half: torch.dtype, args: Sequence[Any], kwargs: Mappin
     return kind == "norm" or (kind == "sum" and _is_large(args, kwargs))
 
 
-def _is_lost(number: Any, half: torch.dtype, bound: bool) -> bool:
-    """True if rounding to 16 bits turns a nonzero finite number into 0 or infinity, or a bound into 1 or -1."""
+def _is_lost(number: Any, half: torch.dtype, kind: str) -> bool:
+    """True if rounding to 16 bits turns a nonzero finite number into 0 or infinity, or a bound into 1 or -1.
+
+    The ``eps`` of ``logit`` is a distance from 0 and from 1: its bound is ``1 - eps``.
+    """
     if not isinstance(number, (int, float)):
         return isinstance(number, complex)
-    info, size = torch.finfo(half), abs(number)
-    one = bound and size != 1 and 1 - info.eps / 4 <= size <= 1 + info.eps / 2
+    info, size = torch.finfo(half), abs(1 - number if kind == "eps" else number)
+    one = kind != "number" and size != 1 and 1 - info.eps / 4 <= size <= 1 + info.eps / 2
     return one or 0 < size <= info.smallest_normal * info.eps / 2 or info.max < size < math.inf
 
 

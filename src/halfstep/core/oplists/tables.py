@@ -47,10 +47,10 @@ class Op(NamedTuple):
             or gradient is wrong or missing; "one" for ops whose kernel or gradient refuses an additional fp32 tensor.
         numbers: the calls that compute and return fp32 from inputs of any dtype, because one of their values is out of
             range in 16 bits (``dtypes.needs_fp32``). "number", also for every op that takes a Python number and a
-            tensor: if the number would become 0 or infinite; "bound": also if it would become 1; "sum": in float16, for
-            one result or more than 65,504 addends; "norm": in float16; "product": in float16, for one result or for
-            sums of more than 65,504 elementwise products; "accumulate": with ``accumulate=True``; "mask": the call
-            stays in 16 bits, and only its mask is kept finite.
+            tensor: if the number would become 0 or infinite; "bound": also if it would become 1; "eps": if 1 minus the
+            number would; "sum": in float16, for one result or more than 65,504 addends; "norm": in float16;
+            "product": in float16, for one result or for sums of more than 65,504 elementwise products; "accumulate":
+            with ``accumulate=True``; "mask": the call stays in 16 bits, and only its mask is kept finite.
         inside: "product" if torch's implementation may call a matrix product, which native autocast would cast.
         cpu: the rule of ``torch.autocast`` on a CPU. Some ops only call an op that has the rule.
         cuda: the rule of ``torch.autocast`` on CUDA.
