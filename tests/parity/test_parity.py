@@ -229,15 +229,17 @@ def test_compiled_code() -> None:
             type("M", (nn.Module,), {"forward": lambda s, x: s.z(x)})(),
             "No module has the same",
         ),
-        (mlp(), "no.pt", None),
+        (mlp(), "text.pt", "text.pt is not a saved run. parity.record"),
+        (mlp(), "old.pt", "old.pt has the format 'halfstep parity 2', not .* 3': record it again. parity.record"),
     ],
 )
 def test_what_is_refused(a: Any, b: Any, text: str | None, tmp_path: Path) -> None:
     if isinstance(b, nn.Module) and not isinstance(b, nn.Linear):
         b.add_module("z", nn.Linear(16, 4))
-    if b == "no.pt":
-        b, text = tmp_path / b, "is not a saved run"
-        b.write_text("no")
+    if isinstance(b, str):
+        (tmp_path / "text.pt").write_text("no")
+        torch.save(("halfstep parity 2", "model", [], {}, []), tmp_path / "old.pt")
+        b = tmp_path / b
     if text is None:
         assert not parity(a, b, X)
         return

@@ -21,8 +21,7 @@ __all__ = ["PRODUCTS", "Parting", "is_same", "part"]
 
 _MOST, _ANCHOR, _AHEAD, _SMALL = 600, 3, 8, 1e-2
 """The number of rows after the parting that are aligned; of aligned ops in a row that end the place at which runs part;
-of
-ops after the parting in which an eps is looked for; and the largest constant that is taken for an eps."""
+of ops after the parting in which an eps is looked for; and the largest constant that is taken for an eps."""
 
 PRODUCTS = words("addmm addmv baddbmm bmm convolution dot linear mkldnn_linear mm mv")
 """Ops that are products of matrices."""

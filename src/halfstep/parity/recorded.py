@@ -46,9 +46,8 @@ class BitRecorder(Recorder):
 
     Args:
         keep: the indices of rows whose tensors to keep as a whole.
-        alone: the run of the first row alone. Of each result only the part of this row's shape is looked at, which is
-            at
-            the beginning of all dimensions: the first row of a batch, without its padding. None looks at all.
+        alone: the run of the first row alone. Of each result only the part of this row's shape is looked at, which
+            is at the beginning of all dimensions: the first row of a batch, without its padding. None looks at all.
     """
 
     def __init__(self, keep: Collection[int] = (), alone: SideRun | None = None) -> None:
@@ -183,14 +182,17 @@ class SideRun:
         """Load a saved run.
 
         Raises:
-            ArgumentValueError: for any other file.
+            ArgumentValueError: for any other file, or a run that another version of halfstep saved in another format.
         """
         try:
             saved = torch.load(path, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError):
             saved = None
-        if not isinstance(saved, tuple) or saved[0] != _FORMAT:
-            raise ArgumentValueError(f"{path} is not a saved run. parity.record(model, inputs).save(path) writes one.")
+        known = saved[0] if isinstance(saved, tuple) else ""
+        if known != _FORMAT:
+            old = str(known).startswith("halfstep parity ")
+            what = f"has the format {known!r}, not {_FORMAT!r}: record it again." if old else "is not a saved run."
+            raise ArgumentValueError(f"{path} {what} parity.record(model, inputs).save(path) writes one.")
         _, name, rows, facts, outputs = saved
         return SideRun(name, [LinkedRow(**row) for row in rows], facts, outputs)
 
