@@ -30,7 +30,6 @@ from .slow_scripts import SCRIPTS, TRACES, Slow
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "traces"
 MISSED = [
-    "a gradient norm read by parameter",
     "eight threads on two cores",
     "sixty-four threads",
     "fp32 gradients of a bfloat16 model sent",
@@ -240,6 +239,13 @@ def test_a_read_waits_until_the_device_has_work_again() -> None:
     found = account(launched("aten::mm", 1, 10, 50), launched("aten::mm", 2, 80, 90), [wait])
     assert found.kinds["waits for the device"] == 30
     assert found.kinds["host"] == 0
+
+
+def test_a_read_includes_the_views_that_select_its_value() -> None:
+    times = [("unbind", 10, 40), ("item", 40, 41), ("mm", 50, 60), *(("item", i, i + 1) for i in range(60, 70))]
+    ops = [event(f"aten::{name}", start, end, "cpu_op", 1) for name, start, end in times]
+    found = account(ops, [event("k", 1, 99)])
+    assert found.reads == [(10, 70)]
 
 
 def test_float32_products_on_a_gpu_may_use_tf32() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ __all__ = ["Account", "RunSettings", "inside"]
 
 _COMPUTE = ("products", "casts", "memory-bound ops", "loss scale", "optimizer", "waits for the device", "not named")
 _RUN = 300.0  # microseconds between two numbers that are read one after the other
+_VIEWS = frozenset(f"aten::{name}" for name in ("as_strided", "flatten", "select", "slice", "unbind", "view"))
 _LOADS = "enumerate(DataLoader)"
 
 
@@ -61,7 +63,7 @@ class Account:
         kinds: microseconds by kind.
         host: the intervals in which the device has nothing to do, and waits neither for data nor for a read.
         data: the intervals in which a step waits for data.
-        reads: the intervals in which numbers are read by the host, one after the other.
+        reads: the intervals in which the host reads values one by one, with the views that select them.
         half: the dtype of 16 bits that the model computes in; "" if in none.
     """
 
@@ -131,29 +133,28 @@ class Account:
 
     def _waits(self) -> list[Interval]:
         """The calls that wait for the device, each until the device has something to do again."""
-        found, starts, at = [], [piece.start for piece in self.trace.pieces], 0
-        for begin, end in sorted(self.trace.waits):
-            while at < len(starts) and starts[at] < end:
-                at += 1
-            found.append((begin, starts[at] if at < len(starts) else end))
-        return union(found)
+        starts = [piece.start for piece in self.trace.pieces]
+        found = [(begin, end, bisect_left(starts, end)) for begin, end in self.trace.waits]
+        return union((begin, starts[at] if at < len(starts) else end) for begin, end, at in found)
 
     def _reads(self) -> list[Interval]:
         runs: list[list[float]] = []
-        for each in (call for call in self.trace.calls if call.name == "aten::item"):
-            if runs and each.start - runs[-1][1] < _RUN:
+        views: list[float] = []
+        for each in self.trace.calls:
+            start = min([*views, each.start])
+            if each.name == "aten::item" and runs and start - runs[-1][1] < _RUN:
                 runs[-1][1:] = [each.end, runs[-1][2] + 1]
-            else:
-                runs.append([each.start, each.end, 1])
+            elif each.name == "aten::item":
+                runs.append([start, each.end, 1])
+            views = (views or [each.start]) if each.name in _VIEWS else []
         return union((start, end) for start, end, count in runs if count >= 5)
 
 
 def inside(works: Sequence[Work], intervals: Sequence[Interval]) -> list[Work]:
     """The works that begin in intervals; both are sorted by time."""
-    found, at = [], 0
+    ends, found = [end for _, end in intervals], []
     for each in works:
-        while at < len(intervals) and intervals[at][1] <= each.piece.start:
-            at += 1
-        if at < len(intervals) and intervals[at][0] <= each.piece.start:
+        at = bisect_right(ends, each.piece.start)
+        if at < len(ends) and intervals[at][0] <= each.piece.start:
             found.append(each)
     return found

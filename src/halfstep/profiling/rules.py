@@ -320,7 +320,7 @@ def optimizer(account: Account) -> Iterator[Cause]:
     works = inside(account.works, spans)
     if not works or any(each.op.startswith("_fused") for each in works):
         return
-    us = _time(works) if account.trace.on_gpu else covered(spans)
+    us = _time(works) if account.trace.on_gpu else min(covered(spans), _time(works) + _CALL * len(works))
     gradients = sum(each.count for each in account.works if each.accumulates)
     weights = account.settings.weights or gradients // account.steps
     least = 1e3 * account.machine.ms("float32", 0.0, 28.0 * weights) * account.steps
