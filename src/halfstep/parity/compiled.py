@@ -12,12 +12,21 @@ from ..torch_internals.compiler_compat import compiled_from
 from ..torch_internals.torch_compat import TorchDispatchMode, schema_of, tree_flatten, tree_unflatten
 from .parting import PRODUCTS
 
-__all__ = ["Fused", "is_compiled"]
+__all__ = ["Fused", "is_compiled", "rounding_as_eager"]
 
 
 def is_compiled(side: Any) -> bool:
     """True for a model or function that ``torch.compile`` returned."""
     return compiled_from(side) is not None
+
+
+def rounding_as_eager(side: Any) -> Any:
+    """Compile what Inductor compiled once more, with the roundings of eager code between fused ops.
+
+    Other backends have no such option: for these the result is the side itself.
+    """
+    by_inductor = getattr(side, "get_compiler_config", lambda: None)()
+    return torch.compile(compiled_from(side), options={"emulate_precision_casts": True}) if by_inductor else side
 
 
 class Fused(TorchDispatchMode):

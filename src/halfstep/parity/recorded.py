@@ -248,8 +248,7 @@ def run(
             except Exception as error:
                 what = f"{name} raised {type(error).__name__}: {error}."
                 raise UsageError(f"{what} Call it with these inputs by itself.") from error
-    outputs = recorder.finish(output)
-    if not outputs:
+    if not (outputs := recorder.finish(output)):
         raise ArgumentTypeError(f"{name} returns {type(output).__name__} without a tensor: return what to compare.")
     inside = [row for row in recorder.rows if row.module not in (OUTSIDE, OUTPUT)]
     if names is None and len({row.module.partition(".")[0] for row in inside}) == 1:

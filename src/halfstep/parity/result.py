@@ -33,7 +33,8 @@ class Difference:
     """The first place at which two sides round differently.
 
     Attributes:
-        module: the qualified name of the module; "(root)" is the model, "(step)" is code outside modules.
+        module: the qualified name of the module; "(root)" is the model, "(step)" is code outside modules, and
+            "(output)" means that only the outputs of compiled code show the difference.
         op: the first op whose result differs.
         occurrence: the index among equal ops of the module, from 0.
         kind: a key of ``KINDS``.
@@ -130,8 +131,8 @@ class Parity(Shown):
             parts.append(section("What differs there", facts(self._about(self.first))))
         caption = f"Ops of both sides in order of execution; {self.alone} are of one side only."
         rows = table(_COLUMNS, map(_cells, self.ops[:500]), caption)
-        parts.append(section("All ops", rows, small("Ulps are taken from a sample of values.")))
-        write_page(path, f"{a} and {b}", parts)
+        every = section("All ops", rows, small("Ulps are taken from a sample of values."))
+        write_page(path, f"{a} and {b}", [*parts, every])
 
     def _about(self, first: Difference) -> dict[str, str]:
         """Describe the first difference."""

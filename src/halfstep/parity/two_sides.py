@@ -17,7 +17,7 @@ from ..diagnostics.numerics.linked_rows import LinkedRow, aligned_rows
 from ..diagnostics.observe.names import OUTSIDE, ROOT, canonical
 from ..torch_internals.compiler_compat import compiled_from
 from ..torch_internals.torch_compat import tree_flatten, tree_unflatten
-from .compiled import Fused, is_compiled
+from .compiled import Fused, is_compiled, rounding_as_eager
 from .parting import Parting, is_same, part
 from .recorded import OUTPUT, SideRun, Wide, run
 from .result import Difference, OpDifference, Parity
@@ -25,6 +25,8 @@ from .result import Difference, OpDifference, Parity
 __all__ = ["batch_invariance", "parity", "record"]
 
 Side = Callable[..., Any] | SideRun | str | Path
+
+_NOWHERE: Any = {"module": OUTPUT, "op": "output", "occurrence": 0}  # the place of what only outputs show
 
 
 def parity(a: Side, b: Side, inputs: Any = None, *, reference: str | None = "float64") -> Parity:
@@ -49,7 +51,9 @@ def parity(a: Side, b: Side, inputs: Any = None, *, reference: str | None = "flo
     Ops inside compiled code cannot be observed. A compiled side therefore runs its graph eagerly, op by op as any
     other side, and once as compiled, where only what it returns is compared. If the eager ops agree and the compiled
     output does not, the graph runs once more with the roundings of its pointwise ops left out, as compilers do between
-    ops that they fuse. ``first.note`` says how much of the difference this explains.
+    ops that they fuse. If this explains less than half of the difference, Inductor compiles the side once more, with
+    these roundings. ``first.note`` says how much of the difference is explained; a difference that only outputs show
+    has the module "(output)".
 
     Args:
         a: the first side.
@@ -73,10 +77,8 @@ def parity(a: Side, b: Side, inputs: Any = None, *, reference: str | None = "flo
     names = [side.name if isinstance(side, SideRun) else _name(side) for side in sides]
     names = [f"{name} ({at})" for name, at in zip(names, "ab", strict=True)] if names[0] == names[1] else names
     runs = [s if isinstance(s, SideRun) else run(name, s, inputs) for name, s in zip(names, sides, strict=True)]
-    found = _compare(runs, reference)
-    if found and any(map(is_compiled, sides)):
-        return replace(found, first=_compiled_difference(runs, [is_compiled(side) for side in sides]))
-    return found
+    found, compiled = _compare(runs, reference), any(map(is_compiled, sides))
+    return replace(found, first=_compiled_difference(runs, sides, inputs)) if found and compiled else found
 
 
 def record(side: Callable[..., Any], inputs: Any, *, name: str = "") -> SideRun:
@@ -119,8 +121,8 @@ parity.__dict__.update(batch_invariance=batch_invariance, record=record)
 
 
 def _name(side: Any) -> str:
-    name = getattr(side, "__name__", type(compiled_from(side) or side).__name__)
-    return f"{name} (compiled)" if is_compiled(side) else name
+    name: str = getattr(side, "__name__", type(compiled_from(side) or side).__name__)
+    return name + " (compiled)" * is_compiled(side)
 
 
 def _compare(runs: Sequence[SideRun], reference: str | None) -> Parity:
@@ -144,8 +146,8 @@ def _difference(runs: Sequence[SideRun], found: Parting, reference: str | None, 
     values = [row.sample for row in ends]
     exact = exact and None not in [run.again for run in runs]
     if exact:
-        kept = [run.again(keep={end}).kept[end] for run, end in zip(runs, found.ends, strict=True) if run.again]
-        values = [value.double().cpu() for value in kept]
+        again = [(run.again, end) for run, end in zip(runs, found.ends, strict=True)]
+        values = [run(keep={end}).kept[end].double().cpu() for run, end in again if run]
     dtype = max(a.dtype, b.dtype, key=_eps)
     apart = ulps(values[0], values[1], dtype)
     side = 0 if found.rows[0] else 1
@@ -157,36 +159,40 @@ def _difference(runs: Sequence[SideRun], found: Parting, reference: str | None, 
     rows, at = runs[side].rows, found.rows[side][0]
     name = canonical(rows[at].op)
     before = sum((row.module, canonical(row.op)) == (rows[at].module, name) for row in rows[:at])
-    more = "" if found.more is None else runs[found.more].name
     sizes = float(apart.max()), float((apart > 0).double().mean()), found.kind == "inputs"
     both = ([run.rows[i] for i in of] for run, of in zip(runs, found.rows, strict=True))
     here, there = (tuple(f"{row.op}:{dtype_name(row.dtype)}" for row in of) for of in both)
-    known = rows[at].module, name, before, found.kind, more
+    known = rows[at].module, name, before, found.kind, "" if found.more is None else runs[found.more].name
     return Difference(*known, *sizes, nearer, dtype_name(dtype), here, there)
 
 
-def _compiled_difference(runs: Sequence[SideRun], compiled: Sequence[bool]) -> Difference | None:
-    """Explain the difference of outputs where one side or both are compiled, and the ops agree that run eagerly."""
-    ran = [run.again(watched=False) if run.again and of else run for run, of in zip(runs, compiled, strict=True)]
-    found = part(*ran)
-    side, other = (1, 0) if compiled[1] else (0, 1)
-    again = runs[side].again
-    if found is None or again is None:
+def _compiled_difference(runs: Sequence[SideRun], sides: Sequence[Any], inputs: Any) -> Difference | None:
+    """Explain the difference of outputs where one side or both are compiled, and the ops agree that run eagerly.
+
+    Two runs are tried: the graph without the roundings that compilers leave out, which is to agree with the compiled
+    code, and code that Inductor compiles with them, which is to agree with the graph. Only the first shows a place.
+    """
+    pairs = zip(runs, sides, strict=True)
+    ran = [run.again(watched=False) if run.again and is_compiled(side) else run for run, side in pairs]
+    side, other = (1, 0) if is_compiled(sides[1]) else (0, 1)
+    found, eager = part(*ran), runs[side]
+    if found is None or eager.again is None:
         return None
-    try:
-        fused = again(below=lambda _: Fused())
-    except UsageError:  # a function that refuses float32 where it had 16 bits
-        at = _difference(ran, found, None, exact=False)
-        return replace(at, kind="kernel", more="", note="told from outputs: the graph does not run in float32")
-    left, whole = (_distance(ran[side], of) for of in (fused, runs[side]))
-    parted = part(runs[other], fused) if side else part(fused, runs[other])
-    share = max(0.0, 1.0 - left / whole) if whole else 0.0
-    note = f"told from outputs: results that stay in float32 between fused ops explain {share:.0%} of the difference"
-    if parted is None or share < 0.5:
-        at = _difference(ran, found, None, exact=False)
-        return replace(at, kind="kernel", more="", note=f"{note}; kernels do the rest")
-    at = _difference((runs[other], fused) if side else (fused, runs[other]), parted, None, exact=False)
-    return replace(at, kind="rounding", more=runs[other].name, note=note)
+    whole, as_eager = _distance(ran[side], eager), rounding_as_eager(sides[side])
+    for end, what, rerun in (
+        (ran[side], "results that stay in float32 between fused ops", partial(eager.again, below=lambda _: Fused())),
+        (eager, "roundings that Inductor leaves out", partial(run, eager.name, as_eager, inputs, watched=False)),
+    ):
+        with suppress(UsageError):  # of a function that refuses float32 where it had 16 bits
+            again = rerun()
+            share = max(0.0, 1.0 - _distance(end, again) / whole) if whole else 0.0
+            pair = ran if end is eager else (runs[other], again) if side else (again, runs[other])
+            if share >= 0.5 and (parted := part(*pair)):
+                note = f"told from outputs: {what} explain {share:.0%} of the difference"
+                at = replace(_difference(pair, parted, None, exact=False), **(_NOWHERE if end is eager else {}))
+                return replace(at, kind="rounding", more=runs[other].name, note=note)
+    note = "told from outputs: roundings that the compiler leaves out explain less than half of the difference"
+    return replace(_difference(ran, found, None, exact=False), kind="kernel", more="", note=note, **_NOWHERE)
 
 
 def _distance(run: SideRun, other: SideRun) -> float:
