@@ -346,6 +346,6 @@ class FusedOptimizer(FusedState):
                 steps_done = rows.numbers.get("step")
                 self._update(group, rows, Step(steps_done, -scale if group.get("maximize") else scale, flag))
                 if steps_done is not None:
-                    steps_done.add_(1.0 if flag is None else 1.0 - flag)
+                    steps_done.add_(rows.one if flag is None else rows.one - flag)
                 increment_version(rows.weights)  # autograd does not see what kernels write
                 rows.table.columns["grad"][1][0].clear()  # so that `zero_grad` frees them

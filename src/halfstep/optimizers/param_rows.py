@@ -89,6 +89,7 @@ class ParamRows:
         device: the device of the rows.
         weights: the parameters, without gradients.
         numbers: the numbers of the state, float32 of shape [rows].
+        one: the number 1, a 0-dim float32 tensor. On a CPU, adding it takes a third of the time of adding a float.
         domain: the processes that hold the other shards.
         state_names: the names of the tensors in the state of each parameter.
         squares, surveyed: the results of this step's read of the gradients; None before it.
@@ -132,6 +133,7 @@ class ParamRows:
         self.table = TensorTable(columns)
         _check_shapes(self.table.columns)
         self._seeds = torch.tensor(positions, dtype=torch.int64, device=self.device) * _ODD[0] + options.seed
+        self.one = torch.ones((), dtype=torch.float32, device=self.device)
         self._random = storage.kind == "stochastic"
         self.squares: torch.Tensor | None = None
         self.surveyed: torch.Tensor | None = None

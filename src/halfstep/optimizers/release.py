@@ -178,8 +178,7 @@ class GradientRelease:
         self._found = None if self.scaler is None else self._found  # a scaler's ends with the step
         self._watch()
         for row in self._rows:
-            grad = row.slot.param.grad
-            row.before = None if grad is None else weakref.ref(grad)
+            row.before = None if (grad := row.slot.param.grad) is None else weakref.ref(grad)
 
     def finish(self, found_inf: torch.Tensor) -> bool:
         """End the block: add its overflow to ``found_inf``. Returns True if a parameter stepped in the block."""

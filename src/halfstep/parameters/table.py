@@ -68,6 +68,16 @@ class Keeper(Protocol):
 class GradRecord:
     """The gradient state and the keepers of one parameter, shared by all optimizers that have the parameter.
 
+    The record does not say if ``p.grad`` is scaled or ready, for two reasons. All gradients of an optimizer change
+    their state together, so ``WindowState`` has one state for them (``stepping/backward.py``). And user code assigns,
+    clears and moves ``p.grad`` without a call of halfstep, so a state here would have to be compared with the tensor
+    that it describes at every read, and written for every parameter in every pass. Three places hold the rest:
+
+    - ``p.grad`` itself: None if there is no gradient, and its dtype says if it is fp32 or as the pass computed it.
+    - ``saved``, together with ``block``: the gradient from before the open block.
+    - ``Iteration.noted`` (``amp/iteration.py``), only for a ``GradScaler`` between ``unscale_`` and ``update``: the
+      tensors that are already unscaled, because optimizers of one scaler may share a parameter.
+
     Attributes:
         saved: the gradient that is set aside while a block is open.
         block: a weak reference to the open block of the optimizer that set the gradient aside. Other optimizers with
