@@ -69,7 +69,7 @@ class Finder:
         self._begin()
         fits, order = self.test(()), self._order()
         if fits:
-            return self._confirmed([])
+            return self._confirmed([], order)
         if not order:
             raise CannotError("there is no unit to put in fp32.")
         size = 1
@@ -90,7 +90,7 @@ class Finder:
         for one in reversed(order[: size - 1]):  # the last is needed: without it the guard has failed
             without = [each for each in found if each != one]
             found = without if self.test(without) else found
-        return self._confirmed(found)
+        return self._confirmed(found, order)
 
     def best(self) -> list[str]:
         """The smallest set that has passed a guarded run; all units if there is none."""
@@ -145,10 +145,15 @@ class Finder:
             self._save()
         return [name for name in self.scores if name not in self.always]
 
-    def _confirmed(self, found: list[str]) -> list[str]:
-        """The set, or the smallest larger one that has passed and also passes on fresh batches."""
+    def _confirmed(self, found: list[str], order: list[str]) -> list[str]:
+        """Return the set, or a larger one, that also passes on fresh batches.
+
+        The larger sets that have passed come first, then the set with the next 1, 2, 4, ... units of the order.
+        """
         larger = {wide for wide, outcome in self.history if outcome.passed and set(found) <= set(wide)}
-        for wide in [tuple(found), *sorted(larger, key=len)]:
+        rest = [name for name in order if name not in found]
+        more = [(*found, *rest[: 2**i]) for i in range(len(rest).bit_length() + 1) if rest]
+        for wide in [tuple(found), *sorted(larger, key=len), *more]:
             if self.test(wide, fresh=True):
                 return [name for name in self.units if name in {*wide, *self.always}]
         raise CannotError("what passes on the batches of the search does not pass on fresh ones: give it more batches.")
