@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -84,6 +87,82 @@ def test_the_fix_of_a_cause_takes_its_finding_away(name: str) -> None:
     )
     assert all(each.fix for each in before)
     assert sum(each.evidence["ms"] for each in after) < sum(each.evidence["ms"] for each in before) / 2
+
+
+AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+"""A CPU without units of 16 bits."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "fix", "old", "new"),
+    [
+        ("a convolution in float16 on a CPU", "opt_level='O0'", ".half()", ""),
+        ("float16 that is emulated", "opt_level='O0'", '"O2"', '"O0"'),
+    ],
+)
+def test_the_fix_of_a_dtype_without_units(name: str, fix: str, old: str, new: str) -> None:
+    script = next(each for each in SCRIPTS if each.name == name)
+    code = "import sys, json; from tests.profiling import test_profile as t; t.show(sys.argv[1], sys.argv[2])"
+    found = []
+    for text in (script.text, script.text.replace(old, new)):
+        command = [sys.executable, "-c", code, name, text]
+        ran = subprocess.run(command, env={**os.environ, **AVX2}, stdout=subprocess.PIPE)
+        found.append(dict(json.loads(ran.stdout.splitlines()[-1])))
+    assert fix in found[0][script.cause]
+    assert script.cause not in found[1]
+
+
+def show(name: str, text: str) -> None:
+    """Print codes and fixes of the findings of a slow script with another text."""
+    script = next(each for each in SCRIPTS if each.name == name)
+    print(json.dumps([(each.code, each.fix) for each in findings(script._replace(text=text))]))
+
+
+def fix_of(code: str, known: Account) -> str:
+    rule, fix = RULES[code]
+    return next(iter(rule(known))).fix or fix
+
+
+def test_fixes_that_are_calls_run() -> None:
+    """HS206 and HS213, on accounts of devices that this machine is not."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        exec(fix_of("HS206", account(launched("aten::mm", 1, 10, 50), tf32_off=True)))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    mark = event("halfstep.step", 0, 99, "user_annotation", 1)
+    on_cpu = account([mark, event("aten::mm", 10, 50, "cpu_op", 1)], threads=16, cores=1, thread_cost=3.0)
+    exec(fix_of("HS213", on_cpu))
+    assert torch.get_num_threads() == 1
+
+
+def test_the_fix_of_a_shape_is_one_product_of_several() -> None:
+    fix = golden("gemm_01_compute_few_tiles").findings[0].fix
+    assert "nn.Linear(k, 3 * n) in place of three" in fix
+    three, x = [nn.Linear(8, 4) for _ in range(3)], torch.randn(2, 8)
+    one = nn.Linear(8, 3 * 4)
+    for name, part in one.named_parameters():
+        part.data = torch.cat([each.get_parameter(name).data for each in three])
+    torch.testing.assert_close(one(x), torch.cat([each(x) for each in three], -1))
+
+
+def test_the_fix_of_communication_in_float32_sends_16_bits(tmp_path: Path) -> None:
+    """On a GPU it is a hook, which needs NCCL; on a CPU it is O2."""
+    step = event("halfstep.step", 0, 99, "user_annotation", 1)
+    sent = event("gloo:all_reduce", 60, 90, "user_annotation", 1)
+    call = event("c10d::allreduce_", 55, 58, "cpu_op", 1, **{"Input type": ["float"], "Input Dims": [[512]]})
+    known = account([step, sent, call, launched("aten::mm", 1, 10, 50, "c10::BFloat16")[0]])
+    given = eval(f"dict({fix_of('HS216', known).partition(',')[0]})")
+    model: Any = amp.initialize(nn.Linear(8, 4), dtype="bfloat16", verbosity=0, **given)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
+    try:
+        ddp = nn.parallel.DistributedDataParallel(model)
+        ddp(torch.randn(1, 8)).sum().backward()
+        assert {p.grad.dtype for p in ddp.parameters() if p.grad is not None} == {torch.bfloat16}
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_causes_of_recorded_slow_scripts_are_first() -> None:

@@ -344,9 +344,9 @@ def communication(account: Account) -> Iterator[Cause]:
     us = covered(account.exposed)
     sent = [call for call in [*account.trace.calls, *account.trace.marks] if call.made or call.name.startswith("c10d")]
     wide = bool(account.half) and any("float32" in (*call.dtypes, call.made) for call in sent)
-    fix = "" if not wide else "ddp.register_comm_hook(None, bf16_compress_hook), or gradients in 16 bits at O2"
+    fix = "ddp.register_comm_hook(None, bf16_compress_hook)" if account.trace.on_gpu else "opt_level='O2'"
     text = f"{us / account.total:.0%} of the time ranks communicate and compute nothing"
-    yield Cause(us / 2 if wide else us, "all_reduce", text + (", in float32" if wide else ""), {}, fix)
+    yield Cause(us / 2 if wide else us, "all_reduce", text + (", in float32" if wide else ""), {}, fix * wide)
 
 
 RULES: dict[str, tuple[Callable[[Account], Iterator[Cause]], str]] = {
