@@ -1,4 +1,4 @@
-"""Differences of rounding in compiled code, told from its outputs: ops inside it cannot be observed."""
+"""Differences of rounding in compiled code, derived from its outputs, because its ops cannot be observed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Account``: the time of a step by kind. Each microsecond is counted once, also where streams overlap."""
+"""``Account``: the time of a step by kind. Each microsecond is counted once, even if streams overlap."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LOADS = "enumerate(DataLoader)"
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Facts of the process that ran the steps, which a trace does not have.
+    """Facts about the process that ran the steps, which are not in a trace.
 
     Attributes:
-        device: the device; None for a trace of another machine.
+        device: the device; None for a trace from another machine.
         threads: the threads of torch.
         cores: the cores of the process.
         thread_cost: the factor by which small ops take longer than with a thread for each core.
@@ -34,7 +34,7 @@ class RunSettings:
         denormal: the share of elements that are denormal, by the sizes of a tensor.
         denormal_cost: the factors by which a product, and an op by element, take longer on denormal numbers.
         weights: the elements of all parameters that an optimizer steps.
-        half: the dtypes of 16 bits in the model.
+        half: the 16-bit dtypes in the model.
     """
 
     device: torch.device | None = None
@@ -54,7 +54,7 @@ class Account:
     Args:
         trace: the trace.
         machine: the rates of its device.
-        settings: facts that the trace does not have.
+        settings: facts that are not in the trace.
 
     Attributes:
         steps: the number of steps.
@@ -64,7 +64,7 @@ class Account:
         host: the intervals in which the device has nothing to do, and waits neither for data nor for a read.
         data: the intervals in which a step waits for data.
         reads: the intervals in which the host reads values one by one, with the views that select them.
-        half: the dtype of 16 bits that the model computes in; "" if in none.
+        half: the 16-bit dtype that the model computes in; "" if there is none.
     """
 
     def __init__(self, trace: ChromeTrace, machine: Machine, settings: RunSettings) -> None:
@@ -115,11 +115,11 @@ class Account:
         return union((each.piece.start, each.piece.end) for each in works)
 
     def marked(self, *names: str) -> list[Interval]:
-        """The intervals of the annotations whose names begin so."""
+        """Merge the intervals of the annotations whose names begin with one of ``names``."""
         return union((each.start, each.end) for each in self.trace.marks if each.name.startswith(names))
 
     def ms(self, microseconds: float) -> float:
-        """Milliseconds of one step."""
+        """Convert microseconds of all steps to milliseconds per step."""
         return microseconds / 1e3 / self.steps
 
     def _data(self) -> list[Interval]:
@@ -132,7 +132,7 @@ class Account:
         return union([*minus(union(before), union(other)), *self.marked(_LOADS)])
 
     def _waits(self) -> list[Interval]:
-        """The calls that wait for the device, each until the device has something to do again."""
+        """List the calls that wait for the device, each until the device has work again."""
         starts = [piece.start for piece in self.trace.pieces]
         found = [(begin, end, bisect_left(starts, end)) for begin, end in self.trace.waits]
         return union((begin, starts[at] if at < len(starts) else end) for begin, end, at in found)
@@ -151,7 +151,7 @@ class Account:
 
 
 def inside(works: Sequence[Work], intervals: Sequence[Interval]) -> list[Work]:
-    """The works that begin in intervals; both are sorted by time."""
+    """List the works that begin in the intervals; both are sorted by time."""
     ends, found = [end for _, end in intervals], []
     for each in works:
         at = bisect_right(ends, each.piece.start)

@@ -24,9 +24,9 @@ class Machine:
 
     Attributes:
         name: the name of the device.
-        flops: the floating-point operations a second of a product in each dtype; "tf32" for float32 on units.
-        bandwidth: the bytes a second.
-        source: the source of the numbers.
+        flops: the floating-point operations per second of a product in each dtype; "tf32" for float32 products in TF32.
+        bandwidth: the bytes per second.
+        source: the source of the rates.
         lacks: the 16-bit dtypes for whose products it has no units.
     """
 
@@ -37,7 +37,7 @@ class Machine:
     lacks: tuple[str, ...] = ()
 
     def ms(self, dtype: str, flops: float, moved: float) -> float:
-        """The milliseconds below which no op can be, by roofline."""
+        """Compute the shortest time of an op by the roofline model, in milliseconds."""
         rate = self.flops.get(dtype) or self.flops["float32"]
         return 1e3 * max(flops / rate, moved / self.bandwidth)
 
@@ -75,10 +75,10 @@ def chip_named(name: str) -> Machine | None:
 
 
 def chip_given(name: str) -> Machine:
-    """Find a chip that a user named.
+    """Find a chip by the name that a user gave.
 
     Raises:
-        ArgumentValueError: for one that is not in the table.
+        ArgumentValueError: for a chip that is not in the table.
     """
     if (found := chip_named(name)) is None:
         raise ArgumentValueError(f"chip={name!r} is not known; there are {', '.join(CHIPS)}.")
@@ -86,13 +86,13 @@ def chip_given(name: str) -> Machine:
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache
 def machine_of(device: torch.device, threads: int) -> Machine:
-    """Measure a device, once in a process.
+    """Measure a device, once per process.
 
     Args:
         device: the device.
@@ -113,7 +113,7 @@ def machine_of(device: torch.device, threads: int) -> Machine:
 
 
 def thread_cost(threads: int) -> float:
-    """Measure how many times as long small ops take with this many threads as with one for each core."""
+    """Measure by which factor small ops are slower with this many threads than with one thread per core."""
     a = torch.ones(384, 384, device="cpu", dtype=torch.float32)
     measured = {}
     for count in (threads, cores()):
@@ -125,7 +125,7 @@ def thread_cost(threads: int) -> float:
 
 @functools.cache
 def denormal_cost() -> tuple[float, float]:
-    """Measure how many times as long a product and a sum of denormal numbers take as of others."""
+    """Measure by which factors products and elementwise ops are slower on denormal numbers."""
     one = torch.ones(256, 256, device="cpu", dtype=torch.float32)
     low = torch.full_like(one, 1e-40)
     times = [[_seconds(functools.partial(op, x, one), x.device) for x in (low, one)] for op in (torch.mm, torch.mul)]
@@ -133,7 +133,7 @@ def denormal_cost() -> tuple[float, float]:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device, pick: Callable[[list[float]], float] = min) -> float:
-    """The time of a call: the least of nine, or another of them."""
+    """Measure the time of a call: the shortest of nine, or what ``pick`` chooses."""
     times = []
     with torch.no_grad():
         for _ in range(10):

@@ -1,6 +1,6 @@
-"""Causes of a slow step: a function for each cause, which prices it in milliseconds; the table of them is at the end.
+"""Causes of a slow step: one function per cause, which prices it in milliseconds. ``RULES`` at the end lists them.
 
-The prices do not add up: two causes may claim the same time. Each says what its fix alone would bring.
+The prices do not add up, because two causes may claim the same time. Each is what its fix alone would save.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Cause(NamedTuple):
     """A cause that a rule has found.
 
     Attributes:
-        us: the microseconds of all steps that its fix would bring.
+        us: the microseconds of all steps that its fix would save.
         where: the ops.
         message: the problem, with its numbers.
         evidence: the same numbers by name.
@@ -57,7 +57,7 @@ def apply(account: Account) -> list[Finding]:
 
 
 def _names(works: Iterable[Work]) -> str:
-    """The ops that take most of the time, with their dtypes."""
+    """Name the ops that take most of the time, with their dtypes."""
     times: Counter[str] = Counter()
     for each in works:
         times[" ".join(filter(None, (each.op, each.dtype, each.sizes)))] += int(each.piece.time) + 1
@@ -69,14 +69,14 @@ def _time(works: Iterable[Work]) -> float:
 
 
 def _once(works: Iterable[Work]) -> list[Work]:
-    """One work of each call."""
+    """Keep one work per call."""
     return list({id(each.whole): each for each in works}.values())
 
 
 def _least(account: Account, work: Work, dtype: str = "") -> float:
-    """The microseconds below which a work cannot be, in its own dtype or in another.
+    """Compute the shortest time of a work by its roofline, in microseconds, in its own dtype or in another.
 
-    A work that is faster than its bytes allow has read fewer: from a cache, or the weights of some experts only.
+    A work that is faster than its bytes allow has read fewer bytes: from a cache, or the weights of some experts only.
     """
     size = SIZES.get(dtype or work.dtype, 4) / SIZES.get(work.dtype, 4)
     flops = work.product.flops if work.product is not None else 0.0
@@ -161,7 +161,7 @@ def misaligned(account: Account) -> Iterator[Cause]:
 
 
 def fp32_products(account: Account) -> Iterator[Cause]:
-    """HS205: products in float32 inside a model of 16 bits, which miss its units."""
+    """HS205: products in float32 in a 16-bit model, which do not use the 16-bit units."""
     wide = [each for each in _products(account) if each.dtype == "float32"]
     narrow = account.half
     if wide and narrow and not _emulated(account):
@@ -171,7 +171,7 @@ def fp32_products(account: Account) -> Iterator[Cause]:
 
 
 def tf32_off(account: Account) -> Iterator[Cause]:
-    """HS206: products in float32 that may not use TF32."""
+    """HS206: float32 products that are not allowed to use TF32."""
     wide = [each for each in _products(account) if each.dtype == "float32"]
     if wide and account.settings.tf32_off:
         gain = account.machine.gain("float32", "tf32") if "tf32" in account.machine.flops else 2.0
@@ -208,7 +208,7 @@ def below_roofline(account: Account) -> Iterator[Cause]:
 
 
 def _why(product: Product) -> tuple[str, str]:
-    """Say why a shape is slow, and what helps."""
+    """Tell why a shape is slow, and what helps."""
     if product.what == "attention":
         return "; attention", "F.scaled_dot_product_attention with a fused backend, and sequences packed or in windows"
     if product.what == "experts":
@@ -228,7 +228,7 @@ def _products(account: Account) -> list[Work]:
 
 
 def _emulated(account: Account) -> str:
-    """The dtype that halfstep emulates: casts to it, no units for it, and products in float32 only."""
+    """Find the dtype that halfstep emulates: there are casts to it, no units for it, and only float32 products."""
     calls = [call for each in account.works if each.kind == "casts" and each.whole for call in each.whole.chain()]
     casts = {dtype for call in calls for dtype in call.dtypes[:2]}
     done = {each.dtype for each in _products(account)}
@@ -247,7 +247,7 @@ def layouts(account: Account) -> Iterator[Cause]:
     for each in account.works:
         if each.product is not None and each.product.what == "convolution" and account.trace.on_gpu:
             by_call[id(each.whole)].append(each)
-    for works in by_call.values():  # beside the kernel of a convolution are those that bring its operands in order
+    for works in by_call.values():  # beside the kernel of a convolution are the kernels that reorder its operands
         longest = max(works, key=lambda each: each.piece.time)
         copies += [each for each in works if each is not longest]
     if copies:
@@ -297,7 +297,7 @@ def emulated(account: Account) -> Iterator[Cause]:
 
 
 def denormals(account: Account) -> Iterator[Cause]:
-    """HS215: numbers below the smallest normal one, which a CPU computes slowly."""
+    """HS215: values below the smallest normal number, which a CPU computes slowly."""
     shares, costs = account.settings.denormal, account.settings.denormal_cost
     us, hit = 0.0, []
     for each in account.works if shares else ():
@@ -340,7 +340,7 @@ def zeroed(account: Account) -> Iterator[Cause]:
 
 
 def communication(account: Account) -> Iterator[Cause]:
-    """HS216: what ranks send to each other is not hidden, or is float32 in a model of 16 bits."""
+    """HS216: communication between ranks is not hidden, or sends float32 in a 16-bit model."""
     us = covered(account.exposed)
     sent = [call for call in [*account.trace.calls, *account.trace.marks] if call.made or call.name.startswith("c10d")]
     wide = bool(account.half) and any("float32" in (*call.dtypes, call.made) for call in sent)
