@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..torch_internals.torch_compat import DisableTorchDispatch, update_scale_
+from ..torch_internals.torch_compat import update_scale_
 from .checks import check_between, check_count, check_kind
 from .errors import ArgumentValueError, UsageError
 
@@ -183,11 +183,10 @@ class DynamicLossScale(LossScale):
             False for any other step: nothing is changed, and ``update_`` must run.
         """
         scale, good, bad = state
-        with DisableTorchDispatch():  # hides the reads from dispatch modes that watch the user's ops
-            changes, steps = found_inf.item() or bad.item(), good.item() + 1
-            counts = not changes and steps != self.growth_interval and self.floor <= scale.item() <= self.ceiling
-            if counts:
-                good.fill_(steps)
+        changes, steps = found_inf.item() or bad.item(), good.item() + 1
+        counts = not changes and steps != self.growth_interval and self.floor <= scale.item() <= self.ceiling
+        if counts:
+            good.fill_(steps)
         return counts
 
     def update_(self, state: LossScaleState, found_inf: torch.Tensor) -> None:

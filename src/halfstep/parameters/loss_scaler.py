@@ -125,11 +125,11 @@ class DeviceLossScaler:
         limit = rule.collapse_after
         stuck = limit is not None and self._stuck >= limit - 1
         # The host reads the flag here, at most once in a row of skips and where the scale is about to collapse.
-        # While ops are recorded it reads nothing, because a replay has flags of its own.
-        on_host = not (capturing(device) or dispatch_mode_count())
-        if (stuck or (self.verbose and self._row >= 4)) and on_host and found_inf.item():
+        if (stuck or (self.verbose and self._row >= 4)) and not capturing(device) and found_inf.item():
             self._report(limit if stuck else None, blame() if blame is not None else "unknown")
-        if on_host and device.type == "cpu" and isinstance(rule, DynamicLossScale) and rule.count(state, found_inf):
+        # Ops that a dispatch mode records may run again, with other flags.
+        on_host = device.type == "cpu" and not dispatch_mode_count()
+        if on_host and isinstance(rule, DynamicLossScale) and rule.count(state, found_inf):
             self._row, self._stuck = 0, 0  # as `_pick_up` does for a finite step
             return
         rule.update_(state, found_inf)
