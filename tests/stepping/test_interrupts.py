@@ -6,6 +6,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from opcode import opmap
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +20,7 @@ from halfstep import DynamicLossScale, amp, optimizers
 from halfstep.amp.session import master_params
 from halfstep.casting.scope import active_casting
 from halfstep.core.errors import UsageError
-from tests.support.worlds import scaled_backward, start_amp, step_and_clear
+from tests.support.worlds import start_amp, step_and_clear
 
 _ROOT = str(Path(halfstep.__file__).parent)
 _ROOMS = tuple(f"{_ROOT}/{room}/" for room in ("amp", "stepping", "parameters", "optimizers"))
@@ -54,7 +55,9 @@ class Interrupter:
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self.files):
             return None
-        if event == "line":
+        code, at = frame.f_code.co_code, frame.f_lasti
+        leaves_with = code[at] == opmap["LOAD_CONST"] and code[at : at + 4] == code[at + 2 : at + 6]
+        if event == "line" and not leaves_with:  # Python holds Ctrl-C back until `__exit__` has run
             self.lines += 1
             if self.lines == self.at + 1:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} {event} {frame.f_code.co_name}"
@@ -92,11 +95,8 @@ class World:
     def block(self, seed: int, interrupter: Interrupter | None = None) -> None:
         """A backward pass, with an interrupt anywhere in it."""
         loss = self.loss(seed)
-        if interrupter is None:
-            scaled_backward(loss, self.optimizer)
-        else:
-            with interrupter, amp.scale_loss(loss, self.optimizer) as scaled_loss:
-                scaled_loss.backward()
+        with interrupter or contextlib.nullcontext(), amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
 
     def step(self, interrupter: Interrupter | None = None) -> None:
         """A step, with an interrupt anywhere in it."""
