@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .NOTPARALLEL:
-.PHONY: demo test quick combinations fuzz integrations coverage lint docs screenshots wheel release-check bench clean
+.PHONY: demo test quick combinations fuzz integrations coverage lint docs screenshots wheel release-check bench figures clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/halfstep demo
@@ -80,6 +80,10 @@ docs: $(VENV)/.installed-docs
 # The site and the reports as people see them, wide and narrow, light and dark. Without Chromium it only says so.
 screenshots: docs $(VENV)/.installed-demo
 	$(BIN)/python -m tools.screenshots
+
+# Measures the figures of README and docs again, on a machine that does nothing else.
+figures: $(VENV)/.installed-demo
+	$(BIN)/python -m tools.figures
 
 bench: $(VENV)/.installed-demo
 	$(BIN)/python -m benchmarks simplenet --device cpu --json simplenet.json
