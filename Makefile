@@ -84,6 +84,7 @@ screenshots: docs $(VENV)/.installed-demo
 # Measures the figures of README and docs again, on a machine that does nothing else.
 figures: $(VENV)/.installed-demo
 	$(BIN)/python -m tools.figures
+	$(BIN)/python -m tools.report_pictures
 
 bench: $(VENV)/.installed-demo
 	$(BIN)/python -m benchmarks simplenet --device cpu --json simplenet.json

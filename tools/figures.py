@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tools.figures              # measures on this machine, which must do nothing else: 20 minutes
+    python -m tools.figures              # measures on this machine, which must do nothing else: 8 minutes
     python -m tools.figures --no-runs    # writes the tables and the picture of the recorded results again
 
 Each record in ``docs/images`` names its command, its machine, and the version and the commit of halfstep. A test
@@ -62,10 +62,10 @@ def draw(results: dict[str, Any]) -> str:
     runs = results["runs"]
     slowest, largest = max(run["step_seconds"] for run in runs), max(run["held_bytes"] for run in runs)
     parts = [
-        _text("head", NAME, 20, "level"),
-        _text("head", TIME, 20, "time of a step"),
-        _text("head", MEMORY, 20, "memory held"),
-        _text("head", ACCURACY, 20, "accuracy", end=True),
+        label("head", NAME, 20, "level"),
+        label("head", TIME, 20, "time of a step"),
+        label("head", MEMORY, 20, "memory held"),
+        label("head", ACCURACY, 20, "accuracy", end=True),
     ]
     said = []
     for i, run in enumerate(runs):
@@ -75,12 +75,12 @@ def draw(results: dict[str, Any]) -> str:
         long, wide = TIME_ROOM * run["step_seconds"] / slowest, MEMORY_ROOM * run["held_bytes"] / largest
         top = TOP + i * ROW
         parts += [
-            _text("", NAME, top + 13, name),
-            _bar(color, TIME, top, long),
-            _text("", TIME + long + 6, top + 13, f"{time:.0f} ms"),
-            _bar(color, MEMORY, top, wide),
-            _text("", MEMORY + wide + 6, top + 13, f"{memory:.1f} MiB"),
-            _text("", ACCURACY, top + 13, f"{100 * run['test_accuracy']:.1f} %", end=True),
+            label("", NAME, top + 13, name),
+            bar(color, TIME, top, long),
+            label("", TIME + long + 6, top + 13, f"{time:.0f} ms"),
+            bar(color, MEMORY, top, wide),
+            label("", MEMORY + wide + 6, top + 13, f"{memory:.1f} MiB"),
+            label("", ACCURACY, top + 13, f"{100 * run['test_accuracy']:.1f} %", end=True),
         ]
         said.append(f"{name}: {time:.0f} ms, {memory:.1f} MiB, {100 * run['test_accuracy']:.1f} %")
     emulated = sorted({run["dtype"] for run in runs if run["computed"] == "emulated"})
@@ -88,7 +88,7 @@ def draw(results: dict[str, Any]) -> str:
     if emulated:
         foot += f"; {' and '.join(emulated)} emulated"
     height = TOP + len(runs) * ROW + 30
-    parts.append(_text("foot", NAME, height - 10, foot))
+    parts.append(label("foot", NAME, height - 10, foot))
     inner = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
@@ -219,12 +219,12 @@ def main() -> None:
             path.write_text(text, encoding="utf-8")
 
 
-def _text(kind: str, x: float, y: float, text: str, *, end: bool = False) -> str:
+def label(kind: str, x: float, y: float, text: str, *, end: bool = False) -> str:
     given = (f' class="{kind}"' if kind else "") + (' text-anchor="end"' if end else "")
     return f'<text x="{x:.4g}" y="{y}"{given}>{html.escape(text)}</text>'
 
 
-def _bar(color: str, x: float, y: float, width: float) -> str:
+def bar(color: str, x: float, y: float, width: float) -> str:
     return f'<rect class="{color}" x="{x}" y="{y}" width="{width:.4g}" height="{BAR}" rx="2"/>'
 
 

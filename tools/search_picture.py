@@ -18,7 +18,7 @@ import math
 import re
 
 from halfstep import SearchResult
-from tools.demo_picture import IMAGES, WIDTH, _bar, _text
+from tools.figures import IMAGES, WIDTH, bar, label
 
 PAGE = IMAGES.parent / "how-to/find-precision.md"
 ROW, LEFT, ROOM = 27, 110, 300  # the height of a row; where bars begin, and the length of the longest
@@ -50,24 +50,24 @@ def draw(result: SearchResult) -> str:
     rows = [(row["unit"], row["fp32"], row["forward"] + row["backward"]) for row in result.table()]
     logs = [math.log10(score) for _, _, score in rows if 0.0 < score < math.inf]
     low, across = min(logs) - 1.0, max(logs) - min(logs) + 1.0
-    parts = [_text("title", 0, 20, "What must stay in fp32"), _text("", 0, 46, _answer(result))]
-    parts += [_text("head", 0, 80, "unit"), _text("head", LEFT, 80, "score (logarithmic)")]
-    parts.append(_text("head", WIDTH, 80, "stays in", end=True))
+    parts = [label("title", 0, 20, "What must stay in fp32"), label("", 0, 46, _answer(result))]
+    parts += [label("head", 0, 80, "unit"), label("head", LEFT, 80, "score (logarithmic)")]
+    parts.append(label("head", WIDTH, 80, "stays in", end=True))
     at = 92
     for name, wide, score in rows:
         long = 0.9 * ROOM * (math.log10(score) - low) / across if 0.0 < score < math.inf else ROOM if score else 0.0
-        parts += [_text("", 0, at + 13, name), _bar("orange" if wide else "blue", LEFT, at, long)]
-        parts.append(_text("", LEFT + long + 6, at + 13, f"{score:.0e}" if score < math.inf else "overflow"))
-        parts.append(_text("", WIDTH, at + 13, "fp32" if wide else result.dtype, end=True))
+        parts += [label("", 0, at + 13, name), bar("orange" if wide else "blue", LEFT, at, long)]
+        parts.append(label("", LEFT + long + 6, at + 13, f"{score:.0e}" if score < math.inf else "overflow"))
+        parts.append(label("", WIDTH, at + 13, "fp32" if wide else result.dtype, end=True))
         at += ROW
     heads = ("run", "in fp32", "loss", "loss of fp32")
-    parts += [_text("head", x, at + 30, text) for x, text in zip(COLUMNS, heads, strict=True)]
-    parts.append(_text("head", WIDTH, at + 30, "passes", end=True))
+    parts += [label("head", x, at + 30, text) for x, text in zip(COLUMNS, heads, strict=True)]
+    parts.append(label("head", WIDTH, at + 30, "passes", end=True))
     at += 42
     for number, (wide, one) in enumerate(result.runs, 1):
         cells = (str(number), ", ".join(wide) or "none", f"{one.loss:.5f}", f"{one.reference:.5f}")
-        parts += [_text("", x, at + 13, text) for x, text in zip(COLUMNS, cells, strict=True)]
-        parts.append(_text("", WIDTH, at + 13, "yes" if one.passed else "no", end=True))
+        parts += [label("", x, at + 13, text) for x, text in zip(COLUMNS, cells, strict=True)]
+        parts.append(label("", WIDTH, at + 13, "yes" if one.passed else "no", end=True))
         at += ROW
     said = ", ".join(f"{name} {score:.0e}" for name, _, score in rows)
     inner = "\n".join(parts)

@@ -365,11 +365,10 @@ def test_interruptions_at_any_line_leave_the_casts_as_they_were(level: str, act:
     x, files = torch.ones(2, 6), (f"{_ROOT}/casting/current.py", f"{_ROOT}/casting/scope.py")
 
     def now() -> list[Any]:
-        outside = torch.mm(x, x.mT).dtype
         with amp.auto_cast(dtype="bfloat16"):
             inside = torch.mm(x, x.mT).dtype, torch.autograd._engine_run_backward
-        state = torch.is_autocast_enabled("cpu"), active_casting() is None, torch.autograd._engine_run_backward
-        return [outside, *inside, world.model(x).tolist(), *state]
+        outside = torch.mm(x, x.mT).dtype, torch.autograd._engine_run_backward, torch.is_autocast_enabled("cpu")
+        return [*inside, *outside, active_casting() is None, world.model(x).tolist()]
 
     def run(at: int, found: list[Any]) -> Interrupter:
         with contextlib.suppress(KeyboardInterrupt), Interrupter(at, files, act) as interrupter:
@@ -385,8 +384,7 @@ def test_interruptions_at_any_line_leave_the_casts_as_they_were(level: str, act:
     for at in range(lines := run(-1, whole).lines):
         where = run(at, found := []).where
         wrong += [where] if now() != expected or (act and found != whole) else []
-    assert lines > 20
-    assert wrong == []
+    assert (lines > 20, wrong) == (True, [])
 
 
 @pytest.mark.parametrize("name", ["current.restore", "current.set_native", "current.clear_cache", "scope.set_current"])
