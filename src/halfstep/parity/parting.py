@@ -19,9 +19,8 @@ from .recorded import SideRun
 
 __all__ = ["PRODUCTS", "Parting", "is_same", "part"]
 
-_MOST, _ANCHOR, _AHEAD, _SMALL = 600, 3, 8, 1e-2
-"""The number of rows after the parting that are aligned; of aligned ops in a row that end the place at which runs part;
-of ops after the parting in which an eps is looked for; and the largest constant that is taken for an eps."""
+_SMALL = 1e-2
+"""The largest constant that is taken for an eps."""
 
 PRODUCTS = words("addmm addmv baddbmm bmm convolution dot linear mkldnn_linear mm mv")
 """Ops that are products of matrices."""
@@ -79,7 +78,8 @@ class _Side:
         found = _reached(run, differ, lambda i: i in run.outputs or _bits(run.rows[i]) not in there)
         self.rows, self.facts, self.outputs = run.rows, run.facts, run.outputs
         made = {*run.facts, *run.outputs}
-        self.ops = [i for i in found if i in made][:_MOST]
+        # To align more rows takes long, and their differences only follow from these.
+        self.ops = [i for i in found if i in made][:600]
         self.given = {(run.rows[i].module, run.rows[i].op, run.rows[i].shape): i for i in found if i not in made}
         self.keys = [(row.module, row.op, row.index, tuple(row.shape)) for row in map(run.rows.__getitem__, self.ops)]
 
@@ -101,7 +101,8 @@ class _Side:
         """
         found = []
         before = {j for i in self.ops[:1] for j in self.rows[i].inputs}
-        for i in [*sorted(before.union(*(self.rows[j].inputs for j in before))), *self.ops[:_AHEAD]]:
+        # An eps is near the parting.
+        for i in [*sorted(before.union(*(self.rows[j].inputs for j in before))), *self.ops[:8]]:
             small = i in self.facts and any(isinstance(x, float) and 0 < x <= _SMALL for x in self.facts[i][1])
             name = self.rows[i].op.rstrip("_")
             found += ["root"] if name in _ROOTS else ["eps"] if small and name in _ADDS else []
@@ -137,7 +138,8 @@ def part(run: SideRun, other: SideRun) -> Parting | None:
         return Parting("inputs", None, ([pair[0]], [pair[1]]), pair)
     blocks = SequenceMatcher(None, a.keys, b.keys, autojunk=False).get_matching_blocks()
     ends = (len(a.keys), len(b.keys))
-    anchor = next(x for x in blocks if x.size >= _ANCHOR or not x.size or (x.a + x.size, x.b + x.size) == ends)
+    # Three aligned ops in a row end the place at which the runs part.
+    anchor = next(x for x in blocks if x.size >= 3 or not x.size or (x.a + x.size, x.b + x.size) == ends)
     begins = not anchor.a and not anchor.b  # with the same op on both sides
     a.part_at(anchor.a or begins)
     b.part_at(anchor.b or begins)

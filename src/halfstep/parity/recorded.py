@@ -31,7 +31,8 @@ __all__ = ["OUTPUT", "SideRun", "Wide", "run"]
 OUTPUT = "(output)"
 """The name for what a side returns."""
 
-_SAMPLES, _PART, _GROUP = 4096, 1 << 16, 64
+_PART, _GROUP = 1 << 16, 64
+"""The numbers that a digest reads at once, and that it adds before it mixes their sum."""
 _FORMAT = "halfstep parity 3"
 
 
@@ -51,7 +52,7 @@ class BitRecorder(Recorder):
     """
 
     def __init__(self, keep: Collection[int] = (), alone: SideRun | None = None) -> None:
-        super().__init__(_SAMPLES, torch.float64)
+        super().__init__(4096, torch.float64)
         self.facts: dict[int, Facts] = {}
         self.kept: dict[int, torch.Tensor] = {}
         self._keep = keep

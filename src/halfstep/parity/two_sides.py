@@ -122,7 +122,7 @@ parity.__dict__.update(batch_invariance=batch_invariance, record=record)
 
 def _name(side: Any) -> str:
     name: str = getattr(side, "__name__", type(compiled_from(side) or side).__name__)
-    return name + " (compiled)" * is_compiled(side)
+    return f"{name} (compiled)" if is_compiled(side) else name
 
 
 def _compare(runs: Sequence[SideRun], reference: str | None) -> Parity:

@@ -213,11 +213,11 @@ class Facts:
         """The modules that have 16-bit buffers, or 16-bit parameters without masters, by their qualified names."""
         if not self.has_halves:
             return []
-        unwrap = set(map(id, self.halves))
+        half_ids = set(map(id, self.halves))
         return [
             (name, module)
             for module, name in self.module_names.items()
-            if not unwrap.isdisjoint(map(id, parameters_of(module).values()))
+            if not half_ids.isdisjoint(map(id, parameters_of(module).values()))
             or any(b is not None and is_half(b) for b in buffers_of(module).values())
         ]
 
