@@ -84,7 +84,8 @@ def draw_parity(found: dict[str, Any]) -> str:
         parts.append(label("", LEFT + long + 6, at + 13, f"{op['ulps']:.3g}"))
         parts.append(label("", WIDTH, at + 13, ", ".join(dict.fromkeys(op["dtypes"])), end=True))
         at += ROW
-    return _picture("halfstep parity", title, parts, at)
+    each = [f"{op['op']} {op['ulps']:.3g} ({', '.join(dict.fromkeys(op['dtypes']))})" for op in found["ops"]]
+    return _picture("halfstep parity", f"{title}. In ulps: {'; '.join(each)}", parts, at)
 
 
 def _picture(title: str, said: str, parts: list[str], height: int) -> str:
