@@ -68,16 +68,17 @@ def test_every_public_name_is_found_when_it_is_asked_for_and_no_other_is() -> No
 
 
 def test_import_adds_little_work_to_torch() -> None:
-    # Calls, because times depend on what else the machine does. 50,000 of them took 52 to 66 ms, and torch's import
-    # 1,900 ms (compiled files, one thread of an AMD EPYC); there are 39,000 now. The garbage collection that torch's
+    # Calls, because times depend on what else the machine does. The import took 52 to 66 ms, and torch's 1,900 ms
+    # (compiled files, one thread of an AMD EPYC). Built-in functions are left out, because each version of Python calls
+    # others of them: the rest is 20,700 calls in Python 3.11 and 20,300 in 3.13. The garbage collection that torch's
     # import leaves due is not counted: it takes 80 ms more.
     code = """
 import cProfile, pstats, torch
 with cProfile.Profile() as profile:
     from halfstep import amp
-print(pstats.Stats(profile).total_calls)
+print(sum(row[1] for (file, *_), row in pstats.Stats(profile).stats.items() if file != "~"))
 """
-    assert int(fresh_interpreter(code)) < 45_000
+    assert int(fresh_interpreter(code)) < 21_500
 
 
 @pytest.mark.exhaustive
