@@ -136,8 +136,13 @@ def test_triton_takes_the_same_steps(case: Case, form: Any) -> None:
         run(case, *form, steps=2)
 
 
+def is_matrix(_: str, param: Any) -> bool:
+    return param.dim() > 1
+
+
 SETTINGS: list[tuple[Any, dict[str, Any]]] = [
     (optimizers.FusedAdam, {}),
+    (optimizers.FusedMuon, {"use_muon": is_matrix}),
     (optimizers.FusedLAMB, {}),
     (optimizers.FusedSGD, {"momentum": 0.9}),
     (torch.optim.AdamW, {}),
@@ -147,10 +152,17 @@ SETTINGS: list[tuple[Any, dict[str, Any]]] = [
 each_class = pytest.mark.parametrize(("cls", "settings"), SETTINGS, ids=lambda x: getattr(x, "__name__", ""))
 
 
-def make(cls: Any, params: list[Any], settings: dict[str, Any], state_dtype: Any = "8bit") -> Any:
+with_any_state = pytest.mark.parametrize(
+    ("state_dtype", "masters"), [("8bit", "split"), (None, "split"), (None, "plain"), (None, None)]
+)
+
+
+def make(
+    cls: Any, params: list[Any], settings: dict[str, Any], state_dtype: Any = "8bit", masters: Any = "split"
+) -> Any:
     if cls.__module__.startswith("torch"):
-        return optimizers.fuse(cls(params, lr=0.01, **settings), master_weights="split", state_dtype=state_dtype)
-    return cls(params, lr=0.01, master_weights="split", state_dtype=state_dtype, **settings)
+        return optimizers.fuse(cls(params, lr=0.01, **settings), master_weights=masters, state_dtype=state_dtype)
+    return cls(params, lr=0.01, master_weights=masters, state_dtype=state_dtype, **settings)
 
 
 def train(optimizer: Any, params: list[Any], steps: range) -> None:
@@ -171,10 +183,6 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert torch.equal(one, other)
 
 
-def through_a_file(saved: Any) -> Any:
-    return read_back(saved)
-
-
 @each_class
 def test_six_bytes_a_parameter(cls: Any, settings: dict[str, Any]) -> None:
     """bfloat16 weights with split masters: 12 with fp32 moments."""
@@ -187,17 +195,18 @@ def test_six_bytes_a_parameter(cls: Any, settings: dict[str, Any]) -> None:
 
 
 @each_class
+@with_any_state
 @pytest.mark.parametrize("way", ["file", "dict"])
-def test_resumed_bit_for_bit(cls: Any, settings: dict[str, Any], way: str) -> None:
+def test_resumed_bit_for_bit(cls: Any, settings: dict[str, Any], state_dtype: Any, masters: Any, way: str) -> None:
     params = make_params()
-    optimizer = make(cls, params, settings)
+    optimizer = make(cls, params, settings, state_dtype, masters)
     train(optimizer, params, range(3))
     saved: Any = [[p.detach() for p in params], optimizer.state_dict()]
-    weights, state = through_a_file(saved) if way == "file" else copy.deepcopy(saved)
+    weights, state = read_back(saved) if way == "file" else copy.deepcopy(saved)
     others = make_params()
     for p, weight in zip(others, weights, strict=True):
         p.data.copy_(weight)
-    other = make(cls, others, settings)
+    other = make(cls, others, settings, state_dtype, masters)
     other.load_state_dict(state)
     train(optimizer, params, range(3, 6))
     train(other, others, range(3, 6))
@@ -252,10 +261,11 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @each_class
+@with_any_state
 @pytest.mark.parametrize("way", COPIES)
-def test_copies_step_on_their_own(cls: Any, settings: dict[str, Any], way: str) -> None:
+def test_copies_step_on_their_own(cls: Any, settings: dict[str, Any], state_dtype: Any, masters: Any, way: str) -> None:
     params = make_params()
-    optimizer = make(cls, params, settings)
+    optimizer = make(cls, params, settings, state_dtype, masters)
     train(optimizer, params, range(2))
     others, other = COPIES[way]((params, optimizer))
     train(other, others, range(2, 4))

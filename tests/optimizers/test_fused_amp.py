@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,11 +12,11 @@ import torch
 from torch import nn
 
 from halfstep import amp, optimizers
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.core.errors import UsageError
 from halfstep.kernels import backend_for
 from halfstep.kernels.storage import join
 from tests.support.backends import needs_compiler
-from tests.support.worlds import BF16, FP16, HALVES, assert_equal, read_back, scaled_backward, step_and_clear
+from tests.support.worlds import BF16, FP16, HALVES, assert_equal, scaled_backward, step_and_clear
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -53,74 +52,6 @@ def test_masters_are_the_optimizers_own(dtype: torch.dtype) -> None:
         assert torch.equal(
             master, join(param, state["remainder"]) if "remainder" in state else state.get("master", param)
         )
-
-
-@pytest.mark.parametrize("loss_scale", [None, 1.0, 128.0, "dynamic"])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_trains_as_plain_masters_do(dtype: torch.dtype, loss_scale: Any) -> None:
-    # No Adam: it makes a step of lr from the rounding error of a gradient that is zero but for it.
-    runs = [make(dtype, cls, loss_scale=loss_scale) for cls in (optimizers.FusedSGD, torch.optim.SGD)]
-    for _ in range(20):
-        for model, optim in runs:
-            backward(model, optim)
-            step_and_clear(optim)
-    for ours, theirs in zip(*(masters(optim) for _, optim in runs), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_an_overflow_changes_nothing(dtype: torch.dtype, bad: float) -> None:
-    model, optim = make(dtype, optimizers.FusedAdam, loss_scale="dynamic")
-    for factor in (1.0, bad, 1.0):
-        before = copy.deepcopy([list(model.parameters()), optim.state_dict()["state"]])
-        scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
-        backward(model, optim, factor=factor)
-        step_and_clear(optim)
-        leaves = [
-            torch.utils._pytree.tree_leaves(x)
-            for x in (before, [list(model.parameters()), optim.state_dict()["state"]])
-        ]
-        if factor != 1.0:
-            assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True))
-            assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale / 2
-    assert amp.steps_skipped(optim) == 1
-
-
-def test_a_pass_that_fails_puts_gradients_back() -> None:
-    model, optim = make(FP16, optimizers.FusedAdam, loss_scale=128.0)
-    backward(model, optim)
-    before = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(ZeroDivisionError):
-        backward(model, optim, factor=1 / 0)
-
-    def fail() -> None:
-        with amp.scale_loss(model(X).sum(), optim) as scaled:
-            scaled.backward()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_resuming_is_exact(dtype: torch.dtype) -> None:
-    model, optim = make(dtype, optimizers.FusedAdam)
-    for _ in range(3):
-        backward(model, optim)
-        step_and_clear(optim)
-    scales = amp.state_dict(optimizer=optim)
-    saved = read_back({"model": model.state_dict(), "optim": optim.state_dict(), "amp": scales})
-    again, other = make(dtype, optimizers.FusedAdam)
-    again.load_state_dict(saved["model"])
-    other.load_state_dict(saved["optim"])
-    amp.load_state_dict(saved["amp"])
-    for m, o in ((model, optim), (again, other)):
-        for _ in range(3):
-            backward(m, o)
-            step_and_clear(o)
-    assert all(torch.equal(a, b) for a, b in zip(masters(optim), masters(other), strict=True))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -187,24 +118,6 @@ def test_resuming_is_exact_where_masters_are_half_way_between_two_weights(
         other.step()
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_decorate_and_grad_scaler(dtype: torch.dtype) -> None:
-    model, optim = make(None, optimizers.FusedAdam)
-    model, optim = amp.decorate(model, optim, level="O2", dtype=dtype)
-    scaler, losses = amp.GradScaler(init_loss_scaling=1024), []
-    for _ in range(10):
-        with amp.auto_cast(level="O2", dtype=dtype):
-            loss = model(X).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optim)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        assert scaler.step(optim)
-        scaler.update()
-        optim.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-
-
 def test_stochastic_rounding_stays_without_masters() -> None:
     model, optim = make(BF16, lambda p, **k: optimizers.FusedAdam(p, rounding="stochastic", **k))
     backward(model, optim)
@@ -214,35 +127,6 @@ def test_stochastic_rounding_stays_without_masters() -> None:
 
 # ---- fuse
 
-TORCH = {
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, amsgrad=True),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1),
-    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.01),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1),
-}
-
-
-@pytest.mark.parametrize("name", TORCH)
-def test_fused_in_place_and_in_the_middle_of_training(name: str) -> None:
-    runs = []
-    for fused in (False, True):
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
-        optim = TORCH[name](params)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optim, 0.9)
-        for step in range(6):
-            if fused and step == 3:
-                assert optimizers.fuse(optim) is optim
-                assert isinstance(optim, optimizers.FusedAdam | optimizers.FusedSGD | optimizers.FusedAdagrad)
-            for p in params:
-                p.grad = torch.randn(p.shape)
-            optim.step()
-            scheduler.step()
-        runs.append(params)
-    for a, b in zip(*runs, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
-
 
 def test_fused_then_initialized() -> None:
     model, optim = make(None, torch.optim.AdamW)
@@ -251,18 +135,6 @@ def test_fused_then_initialized() -> None:
     backward(model, optim)
     optim.step()
     assert {"remainder", "master"} & optim.state[model[0].weight].keys()
-
-
-@needs_compiler
-def test_what_cannot_be_fused() -> None:
-    params = [nn.Parameter(torch.ones(1))]
-    with pytest.raises(ArgumentTypeError, match=r"torch\.optim\.Adam, .*not RMSprop"):
-        optimizers.fuse(torch.optim.RMSprop(params))
-    with pytest.raises(ArgumentValueError, match="differentiable"):
-        optimizers.fuse(torch.optim.Adam(params, differentiable=True))
-    _, optim = make(BF16, torch.optim.AdamW)
-    with pytest.raises(ArgumentTypeError, match="fused already"):
-        optimizers.fuse(optim)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -622,19 +622,6 @@ def test_release_false_changes_nothing() -> None:
     handle.remove()
 
 
-def test_schedulers_drive_it() -> None:
-    runs = []
-    for released in (False, True):
-        model, optim = make("torch.AdamW", released=released)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optim, 0.5)
-        for x in batches(4):
-            train(model, optim, [x])
-            scheduler.step()
-        runs.append((model, optim))
-    assert_same(*runs)
-    assert runs[0][1].param_groups[0]["lr"] == runs[1][1].param_groups[0]["lr"]
-
-
 def test_state_dicts_are_the_ordinary_ones() -> None:
     released, ordinary = (make("Adam", level="O2", dtype=BF16, released=one) for one in (True, False))
     train(*released, batches(2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from halfstep import amp, optimizers
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep import optimizers
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from halfstep.kernels import backend
 from halfstep.kernels.backends import compiler
-from halfstep.kernels.storage import join, round_half_away, split
-from tests.support.worlds import BF16, FP16, FP32, advance, assert_equal, close, read_back, with_optimizer
+from tests.support.worlds import BF16, FP16, FP32, assert_equal, close
 
 Optimizer = torch.optim.Optimizer
 BACKENDS = ["eager", "torch", "compiled"]
@@ -78,140 +76,7 @@ def test_same_numbers_as_torch(on: str, name: str, maximize: bool) -> None:
     close(ours, theirs)
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_state_goes_to_torch_and_comes_back(name: str) -> None:
-    ours, theirs, again = (weights((3, 4), (5,)) for _ in range(3))
-    make, reference = PAIRS[name]
-    a, b, c = make(ours, lr=0.01), reference(theirs, lr=0.01), make(again, lr=0.01)
-    train(a, ours, 5)
-    with torch.no_grad():
-        for p, q, r in zip(theirs, again, ours, strict=True):
-            p.copy_(r)
-            q.copy_(r)
-    their_names = reference(weights((3, 4), (5,)), lr=0.01).state_dict()["param_groups"]
-    saved = copy.deepcopy(a.state_dict())  # torch's load_state_dict takes the very tensors
-    merged = [
-        {**theirs_group, "params": g["params"]}
-        for theirs_group, g in zip(their_names, saved["param_groups"], strict=True)
-    ]
-    b.load_state_dict({"state": saved["state"], "param_groups": merged})
-    c.load_state_dict({"state": b.state_dict()["state"], "param_groups": saved["param_groups"]})
-    for optim, params in ((a, ours), (b, theirs), (c, again)):
-        train(optim, params, 5, seed=3)
-    close(ours, theirs)
-    assert all(torch.equal(p, q) for p, q in zip(ours, again, strict=True))
-
-
-@pytest.mark.parametrize("masters", ["split", "plain", None])
-@pytest.mark.parametrize("way", ["state_dict", "torch.save", "deepcopy", "pickle"])
-@pytest.mark.filterwarnings("ignore:.*updates .* weights in place")
-def test_resuming_is_exact(way: str, masters: Any) -> None:
-    ours, again = weights((3, 4), (5,), dtype=BF16), weights((3, 4), (5,), dtype=BF16)
-    a = optimizers.FusedAdam(ours, lr=0.01, master_weights=masters)
-    train(a, ours, 5)
-    b: Any = optimizers.FusedAdam(again, lr=0.01, master_weights=masters)
-    saved = a.state_dict()
-    if way == "torch.save":
-        saved = read_back(saved)
-    if way in ("deepcopy", "pickle"):
-        again, b = copy.deepcopy((ours, a)) if way == "deepcopy" else pickle.loads(pickle.dumps((ours, a)))
-    else:
-        with torch.no_grad():
-            for p, q in zip(again, ours, strict=True):
-                p.copy_(q)
-        b.load_state_dict(saved)
-    train(a, ours, 5, seed=3)
-    train(b, again, 5, seed=3)
-    assert all(torch.equal(p, q) for p, q in zip(ours, again, strict=True))
-    states = [[optim.state[p] for p in params] for optim, params in ((a, ours), (b, again))]
-    assert torch.utils._pytree.tree_all_only(torch.Tensor, lambda t: t.isfinite().all(), states)
-    for s, t in zip(*states, strict=True):
-        assert s.keys() == t.keys()
-        assert all(torch.equal(s[key], t[key]) for key in s)
-
-
 # ---- masters
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("on", BACKENDS)
-def test_split_masters_are_an_fp32_master_bit_for_bit(on: str) -> None:
-    """1,000 steps against the same optimizer on fp32 weights."""
-    half, full = weights((64,), (3, 5), dtype=BF16), weights((64,), (3, 5), dtype=BF16)
-    full = [nn.Parameter(p.float()) for p in full]
-    generator = torch.Generator().manual_seed(2)
-    with backend(on):
-        a = optimizers.FusedAdam(half, lr=1e-3, weight_decay=0.1, master_weights="split")
-        b = optimizers.FusedAdam(full, lr=1e-3, weight_decay=0.1)
-        for _ in range(1000):
-            for p, q in zip(half, full, strict=True):
-                p.grad = torch.randn(p.shape, generator=generator).to(BF16)
-                q.grad = p.grad.float()
-            a.step()
-            b.step()
-    for p, q in zip(half, full, strict=True):
-        assert torch.equal(join(p.detach(), a.state[p]["remainder"]), q)
-        assert torch.equal(p, round_half_away(q.detach()))
-
-
-@settings(max_examples=200)
-@given(bits=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50))
-def test_split_and_join_lose_no_bit(bits: list[int]) -> None:
-    value = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(FP32)
-    weight, remainder = split(value)
-    back = join(weight, remainder)
-    quiet = torch.where(value.isnan(), (value.view(torch.int32) | 0x0040_0000), value.view(torch.int32))
-    assert torch.equal(back.view(torch.int32), quiet)
-    finite = value[value.isfinite() & weight.isfinite()]
-    error = (finite.double() - weight[value.isfinite() & weight.isfinite()].double()).abs()
-    nearest = (finite.double() - finite.to(BF16).double()).abs()
-    assert (error <= nearest).all() or not finite.to(BF16).isfinite().all()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("dtype", "masters"), [(BF16, "split"), (BF16, "plain"), (FP16, "plain"), (BF16, True), (FP16, True)]
-)
-def test_small_updates_act(dtype: torch.dtype, masters: Any) -> None:
-    """lr * weight_decay = 1e-4 is far below half an ulp of bfloat16: 0.9999 ** 1000 all the same."""
-    param = nn.Parameter(torch.ones(3, dtype=dtype))
-    optim = optimizers.FusedAdam([param], lr=1e-3, weight_decay=0.1, master_weights=masters)
-    for _ in range(1000):
-        param.grad = torch.zeros_like(param)
-        optim.step()
-    state = optim.state[param]
-    master = state["master"] if "master" in state else join(param.detach(), state["remainder"])
-    assert master.tolist() == pytest.approx([0.9048] * 3, abs=5e-5)
-    full = nn.Parameter(torch.ones(3))
-    reference = optimizers.FusedAdam([full], lr=1e-3, weight_decay=0.1)
-    for _ in range(1000):
-        full.grad = torch.zeros(3)
-        reference.step()
-    assert torch.equal(master, full)
-
-
-def test_without_masters_lost_updates_are_told_of_once() -> None:
-    param = nn.Parameter(torch.ones(3, dtype=BF16))
-    param.grad = torch.zeros_like(param)
-    optim = optimizers.FusedAdam([param], lr=1e-3, weight_decay=0.1)
-    with pytest.warns(UserWarning, match="rounds away"):
-        optim.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optim.step()
-
-
-@pytest.mark.parametrize("masters", ["split", "plain"])
-def test_a_weight_written_from_outside(masters: str) -> None:
-    """The master follows the weight; ``test_written_weights`` has the details."""
-    (param,) = weights((4,), dtype=BF16)
-    optim = optimizers.FusedSGD([param], lr=0.5, master_weights=masters)
-    train(optim, [param], 2)
-    with torch.no_grad():
-        param.fill_(8.0)
-    param.grad = torch.ones_like(param)
-    optim.step()
-    torch.testing.assert_close(param.float(), torch.full((4,), 7.5), atol=0.04, rtol=0)
 
 
 @pytest.mark.parametrize("on", BACKENDS)
@@ -264,23 +129,6 @@ def test_clipping_in_the_step_is_clip_grad_norm(name: str) -> None:
     close(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", [amp.GradScaler, lambda: torch.amp.GradScaler("cpu")], ids=["ours", "torch's"])
-@pytest.mark.parametrize("masters", ["split", "plain"])
-def test_with_a_grad_scaler(masters: str, kind: Callable[[], Any]) -> None:
-    model, scaler = nn.Linear(4, 2).bfloat16(), kind()
-    optim = optimizers.FusedAdam(model.parameters(), lr=0.01, master_weights=masters, max_grad_norm=1.0)
-    for step in range(6):
-        before = copy.deepcopy([*model.parameters(), optim.state_dict()["state"]])
-        loss = model(torch.ones(3, 4, dtype=BF16)).float().square().sum() * (torch.inf if step == 3 else 1.0)
-        advance(loss, optim, scaler)
-        after = [*model.parameters(), optim.state_dict()["state"]]
-        leaves = [torch.utils._pytree.tree_leaves(x) for x in (before, after)]
-        if step == 3:
-            assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True))
-        elif step:
-            assert not all(torch.equal(a, b) for a, b in zip(*leaves, strict=True))
-
-
 # ---- manners
 
 
@@ -313,18 +161,6 @@ def test_groups_schedulers_closures_and_tensor_lr(cls: type[Any]) -> None:
     kept = c.detach().clone()
     tensor_lr.step()
     assert torch.equal(c, kept)
-
-
-@pytest.mark.parametrize(
-    "cls", [optimizers.FusedAdam, optimizers.FusedSGD, optimizers.FusedLAMB, optimizers.FusedAdagrad]
-)
-def test_sparse_gradients_are_refused(cls: type[Any]) -> None:
-    table, optim = with_optimizer(nn.Embedding(4, 2, sparse=True), cls, lr=0.1)
-    table(torch.tensor([1])).sum().backward()
-    before = table.weight.detach().clone()
-    with pytest.raises(UsageError, match="sparse"):
-        optim.step()
-    assert torch.equal(before, table.weight)
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
