@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,38 +25,23 @@ _LEAST_RATIO = math.sqrt(3)
 Yielded = tuple[str, str, str, Mapping[str, Any], str]
 
 
-class _Measured(NamedTuple):
-    """A layer with a recipe.
-
-    Attributes:
-        name: the qualified name.
-        module: the layer.
-        recipe: the recipe.
-        history: the facts that its backward passes have noted.
-    """
-
-    name: str
-    module: Any
-    recipe: Any
-    history: Any
-
-
-def _layers(facts: Any) -> list[_Measured]:
+def _layers(facts: Any) -> list[tuple[str, Any, Any]]:
+    """The layers with a recipe: the qualified name, the module, and the mark with its recipe and its history."""
     marks = ((module, vars(module).get("_products")) for module in facts.module_names)
-    return [_Measured(facts.name_of(module), module, mark.recipe, mark.history) for module, mark in marks if mark]
+    return [(facts.name_of(module), module, mark) for module, mark in marks if mark]
 
 
 def _by(facts: Any) -> str:
     """The recipes of a model, for a message."""
-    return f" (products={listed(list(dict.fromkeys(str(layer.recipe) for layer in _layers(facts))))})"
+    return f" (products={listed(list(dict.fromkeys(str(mark.recipe) for _, _, mark in _layers(facts))))})"
 
 
 def _worst(facts: Any, column: int) -> dict[str, float]:
     """The shares of one kind of loss by operand, in one read of each device."""
     found = {
-        f"{layer.name}: {place}": losses[column]
-        for layer in _layers(facts)
-        for place, losses in layer.history.losses.items()
+        f"{name}: {place}": losses[column]
+        for name, _, mark in _layers(facts)
+        for place, losses in mark.history.losses.items()
     }
     return dict(zip(found, _read(list(found.values())), strict=True))
 
@@ -83,7 +68,7 @@ def flushed_blocks(facts: Any) -> Iterator[Yielded]:
 
 def gradients_below_the_noise(facts: Any) -> Iterator[Yielded]:
     """HS130: gradients whose norm is below sqrt(3) times the norm of the noise that rounding adds to them."""
-    noise = {f"{layer.name}: {name}": pair for layer in _layers(facts) for name, pair in layer.history.noise.items()}
+    noise = {f"{name}: {at}": pair for name, _, mark in _layers(facts) for at, pair in mark.history.noise.items()}
     numbers = _read([part for pair in noise.values() for part in pair])
     pairs = zip(noise, numbers[::2], numbers[1::2], strict=True)
     ratios = {name: norm / added for name, norm, added in pairs if norm < _LEAST_RATIO * added}
@@ -95,11 +80,11 @@ def gradients_below_the_noise(facts: Any) -> Iterator[Yielded]:
 def sizes_without_a_kernel(facts: Any) -> Iterator[Yielded]:
     """HS131: layers of a size that the emulation takes, and ``torch._scaled_mm`` does not."""
     sizes: dict[str, int] = {}
-    for layer in _layers(facts):
-        given = {"inputs": layer.module.in_features, "outputs": layer.module.out_features}
-        if any(layer.recipe.weight_gradient):
-            given["tokens"] = layer.history.tokens
-        sizes |= {f"{layer.name}: {size} {what}": size for what, size in given.items() if size % MULTIPLE}
+    for name, module, mark in _layers(facts):
+        given = {"inputs": module.in_features, "outputs": module.out_features}
+        if any(mark.recipe.weight_gradient):
+            given["tokens"] = mark.history.tokens
+        sizes |= {f"{name}: {size} {what}": size for what, size in given.items() if size % MULTIPLE}
     if sizes:
         text = f"{MULTIPLE} does not divide a size, as kernels need it{_by(facts)}; here it is emulated."
         yield "note", listed(list(sizes)), text, {"sizes": sizes}, ""

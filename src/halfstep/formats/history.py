@@ -56,19 +56,20 @@ class AmaxHistory:
 
         Without any, and if this one is not finite, it is the value of this one: rounding would hide an overflow.
         """
-        now, before = _largest(tensor), self.latest.get(place)
-        if before is None or before.device != now.device:
-            return now
-        largest = before.amax()
+        now = _largest(tensor)
+        largest = self._before(place, now).amax()
         return torch.where(now.isfinite() & (largest > 0), largest, now)
 
     def note(self, tensors: Sequence[Tensor], places: Sequence[str]) -> None:
         """Add the largest values of the tensors of a step, unless they are not finite."""
         for place, now in zip(places, map(_largest, tensors), strict=True) if self.delayed else ():
-            before = self.latest.get(place)
-            if before is None or before.device != now.device:
-                before = now.new_zeros(_HISTORY)
+            before = self._before(place, now)
             self.latest = self.latest | {place: torch.cat([before[1:], now.where(now.isfinite(), 0.0).view(1)])}
+
+    def _before(self, place: str, now: Tensor) -> Tensor:
+        """The largest values of the latest tensors in a place; zeros for tensors that there were not."""
+        before = self.latest.get(place)
+        return now.new_zeros(_HISTORY) if before is None or before.device != now.device else before
 
 
 def _largest(tensor: Tensor) -> Tensor:

@@ -129,7 +129,8 @@ def _product(
     else:
         fit = math.lcm(size or 1, MULTIPLE if backend else 1, *map(divisor, pair))
         if short := -a.shape[dim_a] % fit:  # with zeros, which change neither scales nor sums
-            a, b = (_padded(each, dim, short) for each, dim in ((a, dim_a), (b, dim_b)))
+            sides = [(0, short) if dim == -1 else (0, 0, 0, short) for dim in (dim_a, dim_b)]
+            a, b = map(torch.nn.functional.pad, (a, b), sides)
         if backend and pair != (None, None):
             return scaled_product(a if dim_a == -1 else a.mT, b if dim_b == -1 else b.mT, pair, dtype, bias)
         a = _operand(a, pair[0], dim_a, 0, dtype, amax_a, rotation, losses)
@@ -138,10 +139,6 @@ def _product(
     if bias is None:
         return torch.matmul(a, b).to(dtype)
     return torch.addmm(bias.to(a.dtype), a, b).to(dtype)
-
-
-def _padded(tensor: Tensor, dim: int, short: int) -> Tensor:
-    return torch.nn.functional.pad(tensor, (0, short) if dim == -1 else (0, 0, 0, short))
 
 
 # Compilers, and what watches a step, see one op in a product, and do not look into it.
@@ -231,8 +228,7 @@ def _run(
         return OP(a, b, dim_a, dim_b, formats, dtype, hadamard, bias)  # type: ignore[no-any-return]
     device = a.device.type
     casts = torch.is_autocast_enabled(device)
-    if casts:
-        torch.set_autocast_enabled(device, False)
+    torch.set_autocast_enabled(device, False)
     try:
         with torch_compat.DisableTorchFunction():  # or the op casts of O1 would round the operands again
             amax = (None, None) if history is None or hadamard else history.scales((a, b), _pair(formats)[0], places)
@@ -249,8 +245,7 @@ def _run(
                 history.tokens = a.shape[dim_a] if gradient == "weight" else history.tokens
             return product
     finally:
-        if casts:
-            torch.set_autocast_enabled(device, True)
+        torch.set_autocast_enabled(device, casts)
 
 
 def _is_traced(tensor: Tensor) -> bool:

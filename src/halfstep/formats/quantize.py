@@ -53,10 +53,7 @@ def quantize(
     format = Format.parse(format)
     _check(tensor, format, dim, generator)
     tensor = tensor.detach()  # codes have no gradient
-    blocks = _blocked(tensor, format, dim).float()
-    seed = _seed(format, tensor, generator)
-    stored, inverse, _, of_tensor = _scales(blocks, format, None, seed)
-    rounded = _rounded(blocks, inverse, tensor, format, dim, seed)
+    rounded, stored, _, of_tensor = _rounded(tensor, format, dim, None, _seed(format, tensor, generator))
     codes = _restored(_encode(rounded, format), format, tensor.shape, dim)
     plain = _of_each(stored, format, tensor.shape, dim)
     return codes, plain if of_tensor is None else (plain, of_tensor)
@@ -158,9 +155,7 @@ def round_to(
         largest = None if amax is None else abs(float(amax))
         if compiled.round_to(source.detach(), target.detach(), format, dim, largest, seed):
             return target if out is None or out is target else out.copy_(target)
-    blocks = _blocked(tensor, format, dim).float()
-    _, inverse, scale, _ = _scales(blocks, format, amax, seed)
-    rounded = _rounded(blocks, inverse, tensor, format, dim, seed)
+    rounded, _, scale, _ = _rounded(tensor, format, dim, amax, seed)
     result = _restored(rounded * scale, format, tensor.shape, dim).to(tensor.dtype)
     return result if out is None else out.copy_(result)
 
@@ -214,12 +209,16 @@ def _check_sizes(tensor: torch.Tensor, format: Format, dim: int) -> None:
         )
     along = tensor.shape[dim]
     across = tensor.movedim(dim, -1).shape[-2] if sides[0] > 1 else 0
-    for size, side in ((along, EDEN_GROUP if format.scale_rule == "eden" else sides[1]), (across, sides[0])):
+    corrects = format.scale_rule == "eden"
+    blocks = (
+        f"scale_rule='eden' corrects {EDEN_GROUP} numbers together, which" if corrects else f"Blocks of {format.block}"
+    )
+    for size, side in ((along, EDEN_GROUP if corrects else sides[1]), (across, sides[0])):
         if size % side:
-            short = side - size % side
+            short, other = side - size % side, "scale_rule" if corrects else "block"
             raise ArgumentValueError(
-                f"Blocks of {format.block} along dim={dim} do not fit the shape {tuple(tensor.shape)}: {size} is not "
-                f"a multiple of {side}. Pad it with {short} zeros to {size + short}, or choose another block or dim."
+                f"{blocks} along dim={dim} do not fit the shape {tuple(tensor.shape)}: {size} is not a multiple of "
+                f"{side}. Pad it with {short} zeros to {size + short}, or choose another {other} or dim."
             )
 
 
@@ -272,7 +271,7 @@ def _scales(
     if format.scale_rule == "4over6":
         scales = four_over_six(blocks, scales, block_scales(largest, format, of_tensor, times=1.5), format)
     elif format.scale_rule == "eden":
-        scales = eden(blocks, scales, format, seed)
+        scales = eden(blocks, scales, of_tensor, format, seed)
     return *scales, of_tensor
 
 
@@ -283,13 +282,15 @@ def _seed(format: Format, tensor: torch.Tensor, generator: torch.Generator | Non
 
 
 def _rounded(
-    blocks: torch.Tensor, inverse: torch.Tensor, tensor: torch.Tensor, format: Format, dim: int, seed: int
-) -> torch.Tensor:
-    index = None
+    tensor: torch.Tensor, format: Format, dim: int, amax: torch.Tensor | float | None, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return numbers of the element format in blocks, their scales as stored and in fp32, and the tensor's scale."""
+    blocks, index = _blocked(tensor, format, dim).float(), None
+    stored, inverse, scale, of_tensor = _scales(blocks, format, amax, seed)
     if format.rounding == "stochastic":
         index = torch.arange(tensor.numel(), device=tensor.device, dtype=torch.int64).view(tensor.shape)
         index = _blocked(index, format, dim)
-    return round_elements(blocks * inverse, format, index, seed)
+    return round_elements(blocks * inverse, format, index, seed), stored, scale, of_tensor
 
 
 def _encode(rounded: torch.Tensor, format: Format) -> torch.Tensor:

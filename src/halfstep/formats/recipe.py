@@ -177,18 +177,16 @@ class Recipe:
     @property
     def by_inputs(self) -> int:
         """The number that divides the inputs of a layer if blocks fill them."""
-        across = divisor(self.input_gradient[1], along=False)
-        return math.lcm(*(divisor(f) for f in self.forward), across, self._multiple)
+        return self._divisor(self.forward, self.input_gradient)
 
     @property
     def by_outputs(self) -> int:
         """The number that divides the outputs of a layer if blocks fill them."""
-        across = divisor(self.forward[1], along=False)
-        return math.lcm(*(divisor(f) for f in self.input_gradient), across, self._multiple)
+        return self._divisor(self.input_gradient, self.forward)
 
-    @property
-    def _multiple(self) -> int:
-        return MULTIPLE if self.backend == "torchao" else 1
+    def _divisor(self, along: Pair, across: Pair) -> int:
+        multiple = MULTIPLE if self.backend == "torchao" else 1
+        return math.lcm(*map(divisor, along), divisor(across[1], along=False), multiple)
 
     @property
     def products(self) -> Products:
@@ -282,8 +280,7 @@ def _published() -> dict[str, Recipe]:
     square, stochastic = fp4.replace(block="16x16"), fp4.replace(rounding="stochastic")
     nvfp4 = Recipe((fp4, square), (stochastic, square), (stochastic, fp4), hadamard=16, last_blocks=0.15)
     none, corrected = (None, None), (fp4.replace(scale_rule="eden"),) * 2
-    least = {name: getattr(nvfp4, name) for name in PRODUCTS}
-    least = {name: tuple(each.replace(scale_rule="4over6") for each in pair) for name, pair in least.items()}
+    least = {name: tuple(each.replace(scale_rule="4over6") for each in getattr(nvfp4, name)) for name in PRODUCTS}
     return {
         "fp8_tensorwise": Recipe((tensor, tensor), (gradient, tensor), (gradient, tensor)),
         "fp8_rowwise": Recipe((row, row), (row, row), (row, row)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .format import EDEN_GROUP, Format
@@ -117,26 +119,32 @@ def four_over_six(blocks: torch.Tensor, six: BlockScales, four: BlockScales, for
     return stored, inverse, scale
 
 
-def eden(blocks: torch.Tensor, scales: BlockScales, format: Format, seed: int) -> BlockScales:
+def eden(blocks: torch.Tensor, scales: BlockScales, of_tensor: torch.Tensor, format: Format, seed: int) -> BlockScales:
     """Correct scales of groups of blocks by what rounding adds or takes away, and round them stochastically.
 
     Args:
         blocks: the numbers, with the sides of a block as last and third last dimension.
         scales: the scales before they are corrected.
+        of_tensor: the scale of the tensor.
         format: the format.
         seed: the seed of the rounding of scales.
     """
-    stored, inverse, scale = scales
+    stored, inverse, _ = scales
     scaled, some = blocks * inverse, EDEN_GROUP // blocks.shape[-1]
-    groups = [
-        (scaled * each).unflatten(-2, (blocks.shape[-2] // some, some)).sum((-1, -2), keepdim=True)
+    exact, kept = (
+        in_order(in_order((scaled * each).unflatten(-2, (-1, some)), -2), -1)
         for each in (scaled, round_elements(scaled, format, None, 0))
-    ]
-    factor = torch.where(groups[1] == 0, 1.0, groups[0] / groups[1]).expand(*groups[0].shape[:-2], some, 1)
-    wanted = stored.float() * factor.flatten(-3, -2)
+    )
+    factor = torch.where(kept == 0, 1.0, exact / kept).repeat_interleave(some, -1)
+    wanted = stored.float() * factor[..., None]
     index = torch.arange(wanted.numel(), device=wanted.device, dtype=torch.int64).view(wanted.shape)
     drawn = round_elements(wanted, Format("float8_e4m3fn", rounding="stochastic"), index, seed)
-    return drawn.to(stored.dtype), inverse, scale / stored.float() * drawn
+    return drawn.to(stored.dtype), inverse, drawn * of_tensor
+
+
+def in_order(numbers: torch.Tensor, dim: int) -> torch.Tensor:
+    """Add numbers along a dimension, from the first to the last: a sum of torch adds them in another order."""
+    return functools.reduce(torch.add, numbers.unbind(dim))
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
@@ -146,14 +154,10 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 def random_bits(index: torch.Tensor, seed: int) -> torch.Tensor:
     """Return 24 random bits for every index: a hash of it and the seed."""
-
-    def times(a: torch.Tensor, b: int) -> torch.Tensor:
-        return (a * (b & 0xFFFF) + (((a * (b >> 16)) & 0xFFFF) << 16)) & 0xFFFFFFFF
-
-    h = (times(index & 0xFFFFFFFF, 0x9E3779B1) + seed) & 0xFFFFFFFF
-    h = times(h ^ (h >> 15), 0x2C1B3C6D)
-    h = times(h ^ (h >> 12), 0x297A2D39)
-    return (h ^ (h >> 15)) >> 8
+    h = (index * 0x9E3779B1 + seed) & 0xFFFFFFFF  # products wrap, and their low bits are right
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return (h ^ (h >> 16)) >> 8
 
 
 def round_elements(scaled: torch.Tensor, format: Format, index: torch.Tensor | None, seed: int) -> torch.Tensor:
