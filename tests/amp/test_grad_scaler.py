@@ -448,8 +448,11 @@ def test_collapse_names_the_gradient() -> None:
         scaler.step(optim)
         if overflow < 2:
             scaler.update()
-    with pytest.raises(LossScaleCollapsed, match=r"not finite: head\.bias \(1, float32: 0 inf, 1 NaN among 1 values\)"):
+    gradient = r"not finite: head\.bias \(1, float32: 0 inf, 1 NaN among 1 values\)"
+    with pytest.raises(LossScaleCollapsed, match=gradient) as error:
         scaler.update()
+    for part in ("3 times in a row", "lower the learning rate", "collapse_after=None"):
+        assert part in str(error.value)
 
 
 def test_a_parameter_in_two_optimizers_is_unscaled_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 
 from halfstep import amp
 from tests.support.apex_recording import batch, net
-from tests.support.worlds import LEVELS, assert_equal, scaled_backward, step_and_clear, with_optimizer
+from tests.support.worlds import LEVELS, assert_equal, scaled_backward, step_and_clear
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -81,21 +80,6 @@ def test_param_groups_and_add_param_group(level: str) -> None:
         optim.add_param_group({"params": {nn.Parameter(torch.ones(1))}})
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_shared_parameter(level: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    model[2].weight = model[0].weight
-    plain = copy.deepcopy(model)
-    model, optim = start(level, make="SGD", model=model)
-    assert model[2].weight is model[0].weight
-    assert len(list(amp.master_params(optim))) == 3
-    x, y, _ = batch(0)
-    backward(F.cross_entropy(model(x), y), optim)
-    F.cross_entropy(plain(x), y).backward()
-    for master, p in zip(amp.master_params(optim), plain.parameters(), strict=True):
-        torch.testing.assert_close(master.grad.float(), p.grad, rtol=0.05, atol=0.01)
-
-
 class Mixed(nn.Module):
     """Holds an fp64 parameter, an integer one and integer buffers beside a linear layer."""
 
@@ -122,19 +106,6 @@ def test_fp64_and_integer_parameters(level: str) -> None:
     model, optim = start("O2", make="Adam", model=Mixed(), cast_model_type=False)
     train(model, optim, 2)
     assert model.offset.dtype is torch.float64
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_parameter_in_two_optimizers(level: str) -> None:
-    model, first = with_optimizer(net(), torch.optim.SGD, lr=0.125)
-    second = torch.optim.SGD(model[3].parameters(), lr=0.25)
-    amp.initialize(model, [first, second], opt_level=level, dtype=torch.bfloat16, loss_scale=128.0, verbosity=0)
-    backward(loss_of(model, 0), [first, second])
-    weight, same = list(amp.master_params(first))[3], next(iter(amp.master_params(second)))
-    assert weight.data_ptr() == same.data_ptr(), "one master for one parameter"
-    before, grad = weight.detach().clone(), weight.grad.clone()
-    second.step()
-    torch.testing.assert_close(weight.detach(), before - 0.25 * grad)
 
 
 # ---- which passes

@@ -839,25 +839,7 @@ def test_a_model_that_moves_takes_its_casts_along() -> None:
     assert (X.to("meta") @ X.mT.to("meta")).dtype is BF16
 
 
-@pytest.mark.parametrize("device_type", ["meta", ["meta"], ("meta",)])
-def test_auto_cast_on_one_type_of_device(device_type: Any) -> None:
-    with amp.auto_cast(dtype=BF16, device_type=device_type):
-        assert outside() is FP32
-        assert (X.to("meta") @ X.mT.to("meta")).dtype is BF16
-    with amp.auto_cast(dtype=BF16, device_type=["cpu", "meta"]):
-        assert outside() is BF16
-        assert (X.to("meta") @ X.mT.to("meta")).dtype is BF16
-    assert (X.to("meta") @ X.mT.to("meta")).dtype is FP32
-
-
 # ---- slips
-
-
-def test_init_as_the_document_spells_it() -> None:
-    assert not amp.init(enable=False).is_active()
-    handle = amp.init(enable=True, enable_caching=True, verbose=False)
-    assert handle.is_active()
-    handle._deactivate()
 
 
 @pytest.mark.usefixtures("collector_off")
@@ -943,32 +925,6 @@ def test_the_step_of_any_optimizer_is_not_cast_and_its_closure_is(around: str) -
     assert optimizer.seen == [FP32] * 5
     assert inside == [BF16, BF16]
     assert torch._C._len_torch_function_stack() == (around != "auto_cast")
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Adam", "Muon", "LBFGS"])
-def test_an_optimizer_beside_a_session_steps_as_without_it(name: str) -> None:
-    def steps() -> torch.Tensor:
-        torch.manual_seed(0)
-        other, optimizer = with_optimizer(nn.Linear(4, 4, bias=False), getattr(torch.optim, name), lr=0.1)
-
-        def closure() -> Any:
-            optimizer.zero_grad()
-            with amp.disable_casts():
-                loss = other(X).square().sum()
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            if name == "LBFGS":
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-        return other.weight.detach()
-
-    expected = steps()
-    _alive = bring_up("O1", BF16)
-    assert torch.equal(steps(), expected)
 
 
 def test_a_step_that_fails_gives_the_casts_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from itertools import chain
 from typing import Any
@@ -11,9 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import amp, kernels, multi_tensor, optimizers
-from halfstep.core.errors import ArgumentValueError, UsageError
-from halfstep.kernels.backends import compiler as cxx
+from halfstep import amp, multi_tensor, optimizers
 from halfstep.multi_tensor import multi_tensor_applier
 from tests.support import optimizer_references as papers
 from tests.support.backends import on_each_backend, skip_without_compiler  # noqa: F401
@@ -43,76 +40,6 @@ def close(found: Any, expected: Any, ulps: float = 8) -> None:
     for a, b in zip(found, expected, strict=True):
         eps = torch.finfo(a.dtype).eps
         torch.testing.assert_close(a.double(), b.double(), rtol=ulps * eps, atol=ulps * eps)
-
-
-# ---- kernels
-
-
-def test_scale_axpby_copy_and_norm_of_mixed_dtypes() -> None:
-    x, y = mixed(), mixed(1)
-    out = zeros(x)
-    kernels.scale(x, out, 0.5)
-    close(out, [t.double() * 0.5 for t in x])
-    kernels.axpby(2.0, x, torch.tensor(-3.0), y, out)
-    close(out, [2 * a.double() - 3 * b.double() for a, b in zip(x, y, strict=True)])
-    kernels.copy(x, out)
-    close(out, x, 0)
-    norm, each = kernels.l2norm(x, per_tensor=True)
-    exact = torch.stack([t.double().norm() for t in x])
-    assert each is not None
-    close(each, exact)
-    close([norm], [exact.norm()])
-    assert kernels.l2norm([])[0].item() == 0.0
-
-
-def test_norm_of_what_overflows_when_squared() -> None:
-    norm, _ = kernels.l2norm([torch.full((3,), 1e30), torch.full((4,), 1e-30)])
-    assert norm.item() == pytest.approx(math.sqrt(3) * 1e30, rel=1e-6)
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_checks(bad: float) -> None:
-    for position in range(4):
-        tensors, found = mixed(), torch.zeros(())
-        if tensors[position].numel():
-            tensors[position].view(-1)[-1] = bad
-        kernels.unscale_(tensors, torch.tensor(0.5), found)
-        assert found.item() == float(tensors[position].numel() > 0)
-        found.zero_()
-        kernels.l2norm(tensors, found_inf=found)
-        assert found.item() == float(tensors[position].numel() > 0)
-
-
-# ---- which backend
-
-
-def test_choosing_a_backend(monkeypatch: pytest.MonkeyPatch, on: str) -> None:
-    assert kernels.backend_for("cpu") == on
-    skip_without_compiler()
-    with kernels.backend("auto"):
-        assert kernels.backend_for("cpu") == "compiled"
-        with kernels.backend("eager"):
-            assert kernels.backend_for("cpu") == "eager"
-        assert kernels.backend_for("cpu") == "compiled"
-    with pytest.raises(ArgumentValueError, match=r"'fast' is no backend; choose one of auto, eager, torch, compiled"):
-        kernels.backend("fast")
-    with kernels.backend("compiled"), pytest.raises(UsageError, match="runs on the CPU, not on cuda"):
-        kernels.backend_for("cuda")
-
-
-def test_without_a_compiler_torch_serves_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(cxx, "_compiler", lambda: None)
-    cxx.available.cache_clear()
-    caplog.set_level(logging.INFO, logger="halfstep")
-    try:
-        with kernels.backend("auto"):
-            assert [kernels.backend_for("cpu") for _ in range(3)] == ["torch"] * 3
-    finally:
-        cxx.available.cache_clear()
-    assert len(caplog.records) == 1
-    assert "compiler" in caplog.text
 
 
 # ---- Apex's names

@@ -324,14 +324,6 @@ def test_zero_gradients_do_not_blow_up_what_has_moved_once() -> None:
     assert param.abs().max() < 0.06
 
 
-@pytest.mark.parametrize("given", ["8 bit", "int8", 8, torch.uint8, torch.float16, True])
-@pytest.mark.parametrize("cls", [optimizers.FusedAdam, optimizers.FusedSGD, optimizers.FusedLAMB])
-def test_what_state_dtype_can_be(cls: Any, given: Any) -> None:
-    with pytest.raises(HalfstepError, match=r"state_dtype.*8bit") as error:
-        cls([torch.nn.Parameter(torch.zeros(2, 2))], state_dtype=given)
-    assert repr(given) in str(error.value) or str(given).removeprefix("torch.") in str(error.value)
-
-
 def test_codes_of_another_cut_are_refused_in_words() -> None:
     params = make_params()
     optimizer = make(optimizers.FusedAdam, params, {})
@@ -368,35 +360,6 @@ def test_amp_initialize_at_o2(cls: Any, settings: dict[str, Any], dtype: torch.d
     saved = copy.deepcopy((optimizer.state_dict(), amp.state_dict()))
     optimizer.load_state_dict(saved[0])
     amp.load_state_dict(saved[1])
-
-
-REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
-    "O1": (torch.optim.AdamW, {"opt_level": "O1"}, "O1 has none"),
-    "O3": (torch.optim.AdamW, {"opt_level": "O3"}, "O3 has none"),
-    "RMSprop": (torch.optim.RMSprop, {"opt_level": "O2"}, "This is RMSprop"),
-    "Adagrad": (torch.optim.Adagrad, {"opt_level": "O2"}, "This is Adagrad"),
-    "FusedAdagrad": (optimizers.FusedAdagrad, {"opt_level": "O2"}, "This is FusedAdagrad"),
-    "not fused": (torch.optim.AdamW, {"opt_level": "O2", "fused": False}, "requires fused=True"),
-    "policy": (torch.optim.AdamW, {"policy": Policy(state_dtype="8bit"), "state_dtype": None}, "contradicts itself"),
-    "both": (torch.optim.AdamW, {"policy": Policy.from_level("O2", BF16)}, "were both given"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_amp_refuses_changes_nothing(name: str) -> None:
-    make_one, options, words = REFUSED[name]
-    model, optimizer = with_optimizer(small_model(), make_one)
-    with pytest.raises(HalfstepError, match=words):
-        amp.initialize(model, optimizer, verbosity=0, **{"state_dtype": "8bit", **options})
-    assert {p.dtype for p in model.parameters()} == {FP32}
-    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
-
-
-def test_what_fuse_refuses() -> None:
-    optimizer = torch.optim.Adagrad(small_model().parameters())
-    with pytest.raises(HalfstepError, match="adds up squares"):
-        optimizers.fuse(optimizer, state_dtype="8bit")
-    assert type(optimizer) is torch.optim.Adagrad
 
 
 def test_a_language_model_ends_at_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:

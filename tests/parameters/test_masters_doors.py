@@ -53,34 +53,6 @@ def step(model: Any, optimizer: Any) -> None:
     step_and_clear(optimizer)
 
 
-WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "fill_": lambda q: q.fill_(0.7501),
-    "copy_": lambda q: q.copy_(torch.full_like(q, 0.7501)),
-    "foreach": lambda q: torch._foreach_copy_([q], [torch.full_like(q, 0.7501)]),
-    "data": lambda q: q.data.fill_(0.7501),
-    "out": lambda q: torch.add(torch.full_like(q, 0.7501), 0.0, out=q),
-}
-
-
-@in_both_halves
-@with_both_masters
-@pytest.mark.parametrize("write", WRITES)
-@torch.no_grad()
-def test_what_is_written_to_a_view_is_written_to_the_master(write: str, fused: bool, half: torch.dtype) -> None:
-    model, optimizer = start(half, fused)
-    with torch.enable_grad():
-        step(model, optimizer)
-    view = next(iter(amp.master_params(optimizer)))
-    if write == "out":
-        view = view.detach()
-    WRITES[write](view)
-    assert torch.equal(model.state_dict()["weight"], torch.full((4, 8), 0.7501))
-    optimizer.param_groups[0]["lr"] = 0.0
-    with torch.enable_grad():
-        step(model, optimizer)
-    assert torch.equal(model.weight, torch.full((4, 8), 0.7501, dtype=half))
-
-
 @in_both_halves
 @with_both_masters
 def test_an_average_is_loaded_through_the_master_model(fused: bool, half: torch.dtype) -> None:
@@ -231,27 +203,6 @@ def test_torch_s_scaler_meets_fp32_gradients_in_the_first_batch(forward: str, fu
 
 
 @in_both_halves
-@pytest.mark.parametrize("unscale", [True, False])
-@pytest.mark.parametrize("ours", [True, False])
-def test_sparse_gradients_under_a_scaler(ours: bool, unscale: bool, half: torch.dtype) -> None:
-    results = []
-    for fused in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Flatten(), nn.Linear(32, 4))
-        model, optimizer = start(half, fused, model=model)
-        scaler: Any = amp.GradScaler(init_loss_scaling=64.0) if ours else torch.amp.GradScaler("cpu", init_scale=64.0)
-        for factor in (1.0, float("inf"), 1.0):
-            scaler.scale(model(torch.arange(16).view(4, 4) % 8).float().sum() * factor).backward()
-            if unscale:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        results.append(model.state_dict()["0.weight"])
-    torch.testing.assert_close(*results)
-
-
-@in_both_halves
 @pytest.mark.parametrize("face", ["scale_loss", "GradScaler", "torch's GradScaler"])
 def test_a_first_sparse_gradient_that_overflows_changes_nothing(face: str, half: torch.dtype) -> None:
     """The fused step finds out late that it cannot take it: after the loss scale has been looked at."""
@@ -311,18 +262,6 @@ def test_an_optimizer_that_goes_on_unfused_keeps_what_is_on_it(beside: str) -> N
     assert len(calls) >= 3 if scheduler is None else optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
 
 
-@with_both_masters
-@in_both_halves
-def test_an_overflow_goes_with_the_gradients_it_was_found_in(half: torch.dtype, fused: bool) -> None:
-    model, optimizer = start(half, fused)
-    backward(model, optimizer, float("inf"))
-    model.zero_grad()
-    before = model.state_dict()["weight"].clone()
-    step(model, optimizer)
-    assert not torch.equal(model.state_dict()["weight"], before)
-    assert amp.steps_skipped(optimizer) == 0
-
-
 def test_an_optimizer_is_given_once() -> None:
     model, optimizer = start()
     with pytest.raises(UsageError, match="twice"):
@@ -356,24 +295,6 @@ def test_what_is_written_into_a_state_dict_of_copies_reaches_no_weight(half: tor
     assert torch.equal(model.state_dict()["weight"], before)
     step(model, optimizer)
     torch.testing.assert_close(model.state_dict()["weight"], before, rtol=0.0, atol=0.1)
-
-
-@in_both_halves
-def test_a_master_rests_while_its_parameter_is_in_no_group(half: torch.dtype) -> None:
-    model, optimizer = start(half, fused=False)
-    step(model, optimizer)
-    weight, kept = model.weight, model.state_dict()["weight"].clone()
-    optimizer.param_groups[0]["params"] = [model.bias]
-    step(model, optimizer)
-    assert torch.equal(model.state_dict()["weight"], kept)
-    with torch.no_grad():
-        weight[0] = 0.5
-    kept[0] = 0.5
-    assert torch.equal(model.state_dict()["weight"], kept)
-    weight.grad = None
-    optimizer.add_param_group({"params": [weight], "lr": 0.0})
-    step(model, optimizer)
-    assert torch.equal(model.state_dict()["weight"], kept)
 
 
 @pytest.mark.exhaustive

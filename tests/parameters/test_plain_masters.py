@@ -84,18 +84,6 @@ def test_originals_serve_the_first_adoption_only() -> None:
     assert master_of(masters, later) == 1.0
 
 
-@in_both_halves
-def test_a_step_moves_the_master_and_rounds_it_into_the_parameter(half: torch.dtype) -> None:
-    p, single = param(dtype=half), param(dtype=torch.float32)
-    optimizer = sgd(p, single, momentum=0.0)
-    masters = plain_masters(optimizer)
-    for i in range(1, 9):
-        step(masters, optimizer)
-        assert master_of(masters, p) == 1.0 - i * 2.0**-12
-        assert p.tolist()[0] == torch.tensor(1.0 - i * 2.0**-12).to(half)
-        assert single.tolist()[0] == 1.0 - i * 2.0**-12
-
-
 def test_the_optimizer_holds_masters_only_while_it_steps() -> None:
     p, single = param(), param(dtype=torch.float32)
     optimizer = sgd(p, single)

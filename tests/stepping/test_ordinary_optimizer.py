@@ -25,7 +25,6 @@ from tests.support.worlds import (
     advance,
     in_both_halves,
     scaled_backward,
-    scaled_step,
     step_and_clear,
     with_both_masters,
     with_optimizer,
@@ -291,16 +290,6 @@ def test_fused_masters_are_those_kept_by_hand_but_for_the_last_bits(name: str, h
     near(truth(model), by_hand(name, half, 8), 1e-6)
 
 
-@in_both_halves
-@with_both_masters
-def test_masters_start_from_the_fp32_weights(fused: bool, half: torch.dtype) -> None:
-    weights = truth(net())
-    model, optimizer = start(half, fused)
-    assert torch.equal(truth(model), weights)
-    assert torch.equal(torch.cat([q.detach().flatten() for q in amp.master_params(optimizer)]), weights)
-    assert not torch.equal(torch.cat([p.detach().float().flatten() for p in model.parameters()]), weights)
-
-
 # ---- row 8: calls by the class, and wrappers that make them
 
 
@@ -403,28 +392,6 @@ def test_torch_s_grad_scaler_drives_it(unscale: bool, batchnorm: bool, fused: bo
 
 
 # ---- rows 12 and 13: was the step skipped?
-
-
-@in_both_halves
-@with_both_masters
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("scaler", [True, False])
-def test_the_optimizer_says_whether_its_latest_step_was_skipped(
-    scaler: bool, level: str, fused: bool, half: torch.dtype
-) -> None:
-    model, optimizer = start(half, fused, level=level)
-    grad_scaler, answers = amp.GradScaler(init_loss_scaling=64.0), []
-    for factor in (1.0, float("inf"), float("inf"), 1.0):
-        if scaler:
-            scaled_step(loss_of(model) * factor, optimizer, grad_scaler)
-        else:
-            backward(model, optimizer, factor=factor)
-            optimizer.step()
-        optimizer.zero_grad()
-        assert (optimizer.step_was_skipped.dtype, optimizer.step_was_skipped.shape) == (torch.bool, ())
-        answers.append(bool(optimizer.step_was_skipped))
-    assert answers == [False, True, True, False]
-    assert int(amp.steps_skipped(optimizer)) == 2
 
 
 def skipped_says_accelerate(optimizer: Any, scaler: Any) -> bool:
@@ -668,74 +635,6 @@ def test_a_write_to_the_weights_reaches_their_masters(write: str, fused: bool, h
 
 
 # ---- rows 4, 5, 6 and 19: what cannot be right is an error that says what to do
-
-
-def step_inside(model: Any, optimizer: Any) -> None:
-    with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        optimizer.step()
-
-
-def two_open_blocks(model: Any, optimizer: Any) -> None:
-    first, second = loss_of(model), loss_of(model, 1)
-    with amp.scale_loss(first, optimizer) as a, amp.scale_loss(second, optimizer) as b:
-        a.backward()
-        b.backward()
-
-
-def wrong_backward(model: Any, optimizer: Any) -> None:
-    loss = loss_of(model)
-    with amp.scale_loss(loss, optimizer):
-        loss.backward()
-
-
-MISUSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "step inside the block": (step_inside, "block"),
-    "two open blocks": (two_open_blocks, "block"),
-    "backward of the loss itself": (wrong_backward, "scaled_loss"),
-    "no optimizer": (lambda m, o: amp.scale_loss(loss_of(m), []), "optimizer"),
-    "no with": (lambda m, o: amp.scale_loss(loss_of(m), o).backward(), "with"),
-    "GradScaler.step without scale": (lambda m, o: (loss_of(m).backward(), amp.GradScaler().step(o)), "scale"),
-    "GradScaler.update without step": (lambda m, o: amp.GradScaler().update(), "step"),
-}
-
-
-@in_both_halves
-@with_both_masters
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("misuse", MISUSES)
-def test_a_misuse_is_an_error_and_changes_nothing(misuse: str, level: str, fused: bool, half: torch.dtype) -> None:
-    model, optimizer = start(half, fused, level=level)
-    backward(model, optimizer)
-    weights, grads = truth(model), [p.grad.clone() for p in model.parameters()]
-    do, word = MISUSES[misuse]
-    with pytest.raises(UsageError, match=word):
-        do(model, optimizer)
-    assert torch.equal(truth(model), weights)
-    if misuse != "GradScaler.step without scale":  # that one did a backward pass of its own
-        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
-    optimizer.zero_grad()
-    train(model, optimizer, [1])
-    near(weights - truth(model), gradient(half, 1), 0.05 if level in ("O1", "O2") else 0.1)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_optimizer_over_another_model_is_refused(level: str) -> None:
-    model = net()
-    with pytest.raises(UsageError, match="parameters"):
-        amp.initialize(model, sgd(net().parameters()), opt_level=level, verbosity=0)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}, "nothing has been changed"
-    amp.initialize(model, sgd(model.parameters()), opt_level=level, verbosity=0)
-
-
-@in_both_halves
-@with_both_masters
-def test_a_model_made_fp32_again_is_refused(fused: bool, half: torch.dtype) -> None:
-    model, optimizer = start(half, fused)
-    train(model, optimizer, [0])
-    model.float()
-    with pytest.raises(UsageError, match="float"):
-        train(model, optimizer, [1])
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])

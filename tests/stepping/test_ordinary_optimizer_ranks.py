@@ -17,7 +17,6 @@ from halfstep.apex.parallel.LARC import LARC as ApexLARC
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
@@ -25,7 +24,6 @@ from tests.stepping.test_ordinary_optimizer import (
     LEVELS,
     backward,
     data,
-    gradient,
     in_both_halves,
     loss_of,
     near,
@@ -162,28 +160,6 @@ def test_shards_are_saved_whole_and_loaded_bit_for_bit(ranks: Ranks, kind: str) 
 @in_both_halves
 @with_both_masters
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_scheduler_follows_the_steps_that_were_taken(when: str, fused: bool, half: torch.dtype) -> None:
-    """A scheduler puts a ``step`` on the instance that calls the function of the class it found; no warning."""
-    model, optimizer = with_optimizer(net(), sgd)
-    if when == "before":
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    start(half, fused, lambda _: optimizer, model)
-    if when == "after":
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    near(truth(model), truth(net()), 0.0)
-    for factor in (float("inf"), 1.0, float("inf"), 1.0):
-        backward(model, optimizer, factor=factor)
-        step_and_clear(optimizer)
-        if not optimizer.step_was_skipped:
-            scheduler.step()
-        if factor == 1.0 and scheduler.last_epoch == 1:
-            near(truth(net()) - truth(model), gradient(half))
-    assert optimizer.param_groups[0]["lr"] == 0.25
-
-
-@in_both_halves
-@with_both_masters
-@pytest.mark.parametrize("when", ["before", "after"])
 def test_step_hooks_run_once_and_see_the_parameters_of_the_model(when: str, fused: bool, half: torch.dtype) -> None:
     model = net()
     optimizer, seen = sgd(model.parameters()), []
@@ -226,36 +202,6 @@ def test_the_master_model_is_the_masters_as_a_model(fused: bool, half: torch.dty
             assert torch.equal(master_model.state_dict()[name], value), name
         assert torch.equal(truth(amp.master_model(model)), truth(model))
     near(loss_of(master_model.eval()).detach(), loss_of(model.eval()).detach(), 0.02)
-
-
-@in_both_halves
-@with_both_masters
-@pytest.mark.parametrize("how", ["timm", "AveragedModel"])
-def test_an_average_is_one_of_the_masters_in_fp32(how: str, fused: bool, half: torch.dtype) -> None:
-    model, optimizer = start(half, fused, torch_optimizer("AdamW"))
-    expected, ema = truth(model), copy.deepcopy(amp.master_model(model))
-    averaged = AveragedModel(amp.master_model(model), multi_avg_fn=get_ema_multi_avg_fn(0.999))
-    averaged.update_parameters(amp.master_model(model))  # the first call copies
-    for t in range(10):
-        train(model, optimizer, [t])
-        expected = expected.lerp(truth(model), 1 - 0.999)
-        for e, v in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
-            e.lerp_(v, 1 - 0.999)
-        averaged.update_parameters(amp.master_model(model))
-    found = truth(ema if how == "timm" else averaged.module)
-    near(found - truth(net()), expected - truth(net()), 1e-3)
-
-
-@in_both_halves
-@with_both_masters
-def test_the_state_of_a_copy_is_live(fused: bool, half: torch.dtype) -> None:
-    model, optimizer = start(half, fused)
-    train(model, optimizer, range(2))
-    before, twin = truth(model), copy.deepcopy(model)
-    for value in twin.state_dict().values():
-        value.zero_()
-    assert not any(p.any() for p in twin.parameters())
-    assert torch.equal(truth(model), before)
 
 
 # ---- copies and row 15: any order of load and initialize

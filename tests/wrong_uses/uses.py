@@ -31,8 +31,8 @@ SINGLES: Any = DataLoader([(torch.ones(4), 1)], batch_size=None)  # type: ignore
 # ---- faces with right arguments, but for the options
 
 
-def bring(models: Any, optimizers: Any) -> Any:
-    return amp.initialize(models, optimizers, opt_level="O2", verbosity=0)
+def bring(models: Any, optimizers: Any, **options: Any) -> Any:
+    return amp.initialize(models, optimizers, opt_level="O2", verbosity=0, **options)
 
 
 def initialize(w: World, **options: Any) -> Any:

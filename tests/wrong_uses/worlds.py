@@ -47,6 +47,20 @@ def at(level: str = "O2", dtype: torch.dtype = torch.float16, **options: Any) ->
     return setup
 
 
+def inside(*args: Any, **options: Any) -> Callable[[], World]:
+    """The setup of a block of ``scale_loss`` that is open after its backward pass."""
+
+    def setup() -> World:
+        world = at(*args, **options)()
+        world.optimizer.step()  # there are no gradients; torch notes that it was called
+        world.loss = world.model(world.x).float().square().mean()
+        world.block = amp.scale_loss(world.loss, world.optimizer)
+        world.block.__enter__().backward()
+        return world
+
+    return setup
+
+
 def scaled() -> World:
     """A model, Adam and an ``amp.GradScaler`` with a loss that has not gone backward yet."""
     world = plain()
@@ -134,6 +148,11 @@ def fused() -> World:
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     return World(model=model, optimizer=optimizer)
+
+
+def muon() -> World:
+    """FusedMuon of a vector, which has no name."""
+    return World(optimizer=optimizers.FusedMuon([nn.Parameter(torch.ones(3))]))
 
 
 def released(level: str | None = None, scaler: Any = None) -> Callable[[], World]:
