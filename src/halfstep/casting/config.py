@@ -81,7 +81,7 @@ class CastingConfig:
         native: types of the devices on which native autocast does part of the work.
         emulated: the 16-bit ops that run in fp32 kernels.
         is_noop: True if it changes no op.
-        rules: the first arguments of ``build_table``.
+        rules: the first fields of an ``OpRules``.
         plans: the plans of modes (``current.plan_of``), for ops that run now and for recorded ops.
         reaches_later: True if checkpoints and threads follow it or do not need to; see ``scope.checkpoint_patches``.
         by_call: True for halfstep's own scopes, which exist as long as the process: only halfstep's functions enter

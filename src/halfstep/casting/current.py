@@ -36,7 +36,7 @@ from .config import CastingConfig
 from .containers import Made
 from .dispatch import CastMode, Plan, SessionEnd, function_modes, place_mode, set_function_modes
 from .meeting import call_again
-from .rule_table import build_table
+from .rule_table import OpRules, build_table
 from .weight_cache import WeightCache
 
 __all__ = [
@@ -247,7 +247,7 @@ def plan_of(casting: CastingConfig, explicit: bool, recorded: bool) -> Plan:
     """Return the plan of a casting, which is built once; see ``build_table`` for ``explicit`` and ``recorded``."""
     plan = casting.plans.get((explicit, recorded))
     if plan is None:
-        table, traced = (build_table(*casting.rules, explicit, each) for each in (recorded, True))
+        table, traced = (build_table(OpRules(*casting.rules, explicit, each)) for each in (recorded, True))
         plan = Plan(explicit, table, traced, call_again if casting.retries and not recorded else None)
         casting.plans[explicit, recorded] = plan
     return plan

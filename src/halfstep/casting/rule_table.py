@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,26 +21,14 @@ from .finite import finite_rule
 from .logits import from_logits, remember_logits
 from .meeting import refused_rule
 
-__all__ = ["build_table"]
+__all__ = ["OpRules", "build_table"]
 
 _ASSIGNMENT = Op("__setitem__", numbers="number")
+_TAKES_SPARSE = ("mm", "addmm", "matmul")
 
 
-@functools.lru_cache(maxsize=64)
-def build_table(
-    lists: OpLists | None,
-    devices: tuple[str, ...],
-    kinds: frozenset[str],
-    retries: bool,
-    verbose: bool,
-    products: str | None,
-    explicit: bool,
-    recorded: bool,
-) -> dict[Callable[..., Any] | str, Rule | ByNumbers]:
-    """Build the table of the rules of torch's callables under some lists. Callables without a rule are not cast.
-
-    Methods that ``torch.Tensor`` has in Python are also keyed by their names (``method_name``). Ops called as
-    ``torch.ops.aten.mm`` are keyed by their dispatcher names only, ``aten::mm``.
+class OpRules(NamedTuple):
+    """The settings that decide on the rule of each op. A rule of None leaves a call unchanged.
 
     Args:
         lists: the op lists; None casts nothing.
@@ -53,90 +41,120 @@ def build_table(
         recorded: True if ops are recorded to run later. They cannot be retried then, so with ``retries`` the ops that
             torch refuses get a rule.
     """
-    if (lists is None or lists.level == "native") and not (kinds or explicit or retries or products):
-        return {}
 
-    @functools.cache
-    def row(name: str) -> Op:
-        if lists is not None and lists.level != "native":
-            return lists.row(name)
-        natively = [row_of(name).native(device) for device in devices if lists is not None and device in NATIVE]
-        return row_of(name)._replace(list=natively[0] if natively else "free")
+    lists: OpLists | None
+    devices: tuple[str, ...]
+    kinds: frozenset[str]
+    retries: bool
+    verbose: bool
+    products: str | None
+    explicit: bool
+    recorded: bool
 
-    @functools.cache
-    def rule_of(name: str, inplace: bool, within: str) -> Rule | None:
-        op, natively = row(name), {row_of(within).native(device) for device in devices}
-        rule = _cast_rule(op, inplace, natively, lists, explicit, verbose)
-        if inplace or (op.kind not in kinds and op.list != "wide") or op.list in ("float", "banned"):
-            return rule
-        return rules.bind(rules.emulated, name, op.kind, op.list, rule)
+    @property
+    def level(self) -> str:
+        """The level of the lists."""
+        return "none" if self.lists is None else self.lists.level
 
-    no_lists, casts = lists is None or lists.level == "none", lists is not None or retries
-    table: dict[Callable[..., Any] | str, Rule | ByNumbers] = {}
-    for func, (name, inplace) in spellings().items():
+    @property
+    def casts(self) -> bool:
+        """True if any op may be cast."""
+        return self.lists is not None or self.retries
+
+    def row(self, name: str) -> Op:
+        """Return the row of an op under the lists, of which the native ones differ between devices."""
+        if self.lists is not None and self.level != "native":
+            return self.lists.row(name)
+        natively = (
+            row_of(name).native(device) for device in self.devices if self.level == "native" and device in NATIVE
+        )
+        return row_of(name)._replace(list=next(natively, "free"))
+
+    def called_as(self, func: Callable[..., Any], name: str, inplace: bool) -> Rule | ByNumbers | None:
+        """Return the rule of one of torch's callables: the rule of its op, and what the callable itself needs."""
         # torch computes 2 / x as x.reciprocal() * 2, and native autocast on CUDA runs reciprocal in fp32.
-        rule: Any = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
-        known = (
-            ("none", "one") if recorded else ("wrong", "one")
-        )  # in eager mode torch itself refuses if it has no kernel
-        asked = retries and row(name).reason != "custom" and (no_lists or (recorded and rule is None and not inplace))
-        if asked and (row(name).kernels in known or (recorded and no_lists)):
-            rule = refused_rule(name, inplace, rule)
-        rule = finite_rule(row(name), inplace, rule, recorded) if casts else rule
-        if name == "sigmoid" and rule is None and casts and not (inplace or recorded):
-            rule = remember_logits
-        if func is F.binary_cross_entropy and rule is not None:
-            rule = rules.bind(from_logits, rule)
-        if rule is not None and name in ("mm", "addmm", "matmul"):
-            rule = rules.bind(rules.dense_only, name, rule)
-        if rule is not None:
-            table[func] = rule
-    if not no_lists or (retries and recorded):
+        op = self.row(name)
+        rule: Any = self.listed(op, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
+        rule = self.in_range(op, inplace, self.accepted(op, inplace, rule))
+        if name == "sigmoid" and rule is None and self.casts and not (inplace or self.recorded):
+            return remember_logits
+        if rule is not None and func is F.binary_cross_entropy:
+            return rules.bind(from_logits, rule)
+        return rules.bind(rules.dense_only, name, rule) if rule is not None and name in _TAKES_SPARSE else rule
+
+    def listed(self, op: Op, inplace: bool, within: str) -> Rule | None:
+        """Return the rule that the lists and the emulation give an op, given the op that native autocast sees."""
+        rule = self._cast(op, inplace, {row_of(within).native(device) for device in self.devices})
+        if inplace or (op.kind not in self.kinds and op.list != "wide") or op.list in ("float", "banned"):
+            return rule
+        return rules.bind(rules.emulated, op.name, op.kind, op.list, rule)
+
+    def _cast(self, op: Op, inplace: bool, natively: set[str]) -> Rule | None:
+        """Return the rule that casts an op, given its row and the rules of native autocast."""
+        if self.level in ("native", "none") and op.reason != "custom":
+            return rules.without_native if self.explicit and self.level == "none" and natively != {"free"} else None
+        if self.explicit and natively != {"free"}:
+            natively |= {"half", "float"}  # native autocast must be off for any op
+        name, read = op.name, read_in(op, inplace)
+        if inplace:
+            if read == FLOAT:
+                return rules.bind(rules.float_inplace, name)
+            return rules.match_self if read == FIRST and op.list != "free" else None
+        if read == HALF:
+            if natively == {"half"} and not self.verbose and self.level != "none":
+                return rules.half_native
+            return rules.bind(rules.to_half, name, native_off=bool(natively & {"float", "banned"}))
+        if op.list == "banned":
+            return rules.bind(rules.banned, name, op.note, native_off=True)
+        off = bool(op.inside or natively & {"half", "banned"})
+        if op.list == "float":
+            return rules.bind(rules.to_float, name, native_off=off or op.reason == "custom")
+        # Native promotion on a CPU refuses 16-bit tensors of another dtype than its own.
+        off = off or bool(natively & {"float", "promote"})
+        if op.list == "promote" and (off or read == WIDEST):
+            return rules.bind(rules.promote, name, native_off=off)
+        return rules.without_native if off else None
+
+    def accepted(self, op: Op, inplace: bool, rule: Rule | None) -> Rule | None:
+        """Also cast what torch refuses, if it is recorded and so not retried, or computes wrong without an error."""
+        if not self.retries or op.reason == "custom":
+            return rule
+        if self.recorded:
+            refused = self.level == "none" or (rule is None and not inplace and op.kernels in ("none", "one"))
+        else:
+            refused = self.level == "none" and op.kernels in ("wrong", "one")
+        return refused_rule(op.name, inplace, rule) if refused else rule
+
+    def in_range(self, op: Op, inplace: bool, rule: Rule | None) -> Rule | ByNumbers | None:
+        """Compute in fp32 what 16 bits have no number for."""
+        return finite_rule(op, inplace, rule, self.recorded) if self.casts else rule
+
+
+@functools.lru_cache(maxsize=64)
+def build_table(ops: OpRules) -> dict[Callable[..., Any] | str, Rule | ByNumbers]:
+    """Build the table of the rules of torch's callables. Callables without a rule are not cast.
+
+    Methods that ``torch.Tensor`` has in Python are also keyed by their names (``method_name``). Ops called as
+    ``torch.ops.aten.mm`` are keyed by their dispatcher names only, ``aten::mm``.
+    """
+    by_torch = ops.lists is None or ops.level == "native"
+    if by_torch and not (ops.kinds or ops.explicit or ops.retries or ops.products):
+        return {}
+    found = {func: ops.called_as(func, name, inplace) for func, (name, inplace) in spellings().items()}
+    table: dict[Callable[..., Any] | str, Any] = {func: rule for func, rule in found.items() if rule is not None}
+    if ops.level != "none" or (ops.retries and ops.recorded):
         table |= {func: rules.bind(rules.dense_only, name, None) for func, name in rules.SPARSE_PRODUCTS.items()}
-    if products:
-        table |= NAMES_ABOVE["rules_of_products"]()(products, table)
+    if ops.products:
+        table |= NAMES_ABOVE["rules_of_products"]()(ops.products, table)
     cast = frozenset(name for func, (name, _) in spellings().items() if func in table)
-    for func in spellings():
-        if func not in table and is_composite_of(func, cast):
-            table[func] = composite_rule(func)
-    for name, (canonical, inplace) in dispatcher_spellings().items():
-        rule = rule_of(canonical, inplace, canonical)
-        rule = finite_rule(row(canonical), inplace, rule, recorded) if casts else rule
-        if rule is not None:
-            table[name] = rule
-    if casts:
-        table[torch.Tensor.__setitem__] = finite_rule(_ASSIGNMENT, True, rules.match_self, recorded)
+    table |= {func: composite_rule(func) for func in spellings() if func not in table and is_composite_of(func, cast)}
+    for dispatched, (name, inplace) in dispatcher_spellings().items():
+        op = ops.row(name)
+        if (rule := ops.in_range(op, inplace, ops.listed(op, inplace, name))) is not None:
+            table[dispatched] = rule
+    if ops.casts:
+        table[torch.Tensor.__setitem__] = finite_rule(_ASSIGNMENT, True, rules.match_self, ops.recorded)
     table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
     table[torch.Tensor.unflatten] = rules.unflatten
     table |= {method: rule for func, rule in table.items() if callable(func) and (method := method_name(func))}
     return table
-
-
-def _cast_rule(
-    op: Op, inplace: bool, natively: set[str], lists: OpLists | None, explicit: bool, verbose: bool
-) -> Rule | None:
-    """Return the rule that casts an op, given its row and the rules of native autocast; None if no cast is needed."""
-    level = lists.level if lists is not None else "none"
-    if level in ("native", "none") and op.reason != "custom":
-        return rules.without_native if explicit and level == "none" and natively != {"free"} else None
-    if explicit and natively != {"free"}:
-        natively |= {"half", "float"}  # native autocast must be off for any op
-    name, read = op.name, read_in(op, inplace)
-    if inplace:
-        if read == FLOAT:
-            return rules.bind(rules.float_inplace, name)
-        return rules.match_self if read == FIRST and op.list != "free" else None
-    if read == HALF:
-        if natively == {"half"} and not verbose and level != "none":
-            return rules.half_native
-        return rules.bind(rules.to_half, name, native_off=bool(natively & {"float", "banned"}))
-    if op.list == "banned":
-        return rules.bind(rules.banned, name, op.note, native_off=True)
-    off = bool(op.inside or natively & {"half", "banned"})
-    if op.list == "float":
-        return rules.bind(rules.to_float, name, native_off=off or op.reason == "custom")
-    # Native promotion on a CPU refuses 16-bit tensors of another dtype than its own.
-    off = off or bool(natively & {"float", "promote"})
-    if op.list == "promote" and (off or read == WIDEST):
-        return rules.bind(rules.promote, name, native_off=off)
-    return rules.without_native if off else None
