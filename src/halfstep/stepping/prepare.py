@@ -228,27 +228,25 @@ def check(
     for model in models:
         if any(isinstance(part, torch.jit.ScriptModule) for part in (model.modules() if dtype else (model,))):
             raise UsageError(f"{caller} cannot change a torch.jit.ScriptModule; pass the module before you script it.")
-        lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
-        if lazy is not None:
-            raise UsageError(
-                f"The parameter {lazy} has no shape yet (a lazy module), so {caller} cannot cast it; run one batch "
-                "through the model first."
-            )
         if not again and modules.has_casting(model):
             raise UsageError(
                 "This model was already prepared by amp.initialize or amp.decorate, and a model can be prepared only "
                 "once. To train layers that were frozen, call optimizer.add_param_group({'params': "
                 "layer.parameters()}). In a notebook, first rerun the cell that makes the model and the optimizer."
             )
+        for name, param in model.named_parameters():
+            if is_lazy(param):
+                raise UsageError(
+                    f"The parameter {name} has no shape yet (a lazy module), so {caller} cannot cast it; run one batch "
+                    "through the model first."
+                )
+            if dtype is not None and is_flattened(param) and param.dtype is not dtype:
+                raise UsageError(
+                    f"FullyShardedDataParallel (FSDP1) has flattened the parameter {name}, and {caller} would cast it "
+                    "at this level, but FSDP would keep using the original dtype. Use O0 or O1, whose weights stay "
+                    "fp32, MixedPrecision(param_dtype=torch.bfloat16), or fully_shard (FSDP2) with 16-bit shards."
+                )
     check_sharded(models, dtype, trains=bool(optimizers))
-    for name, param in [named for model in models for named in model.named_parameters()] if dtype is not None else []:
-        if is_flattened(param) and param.dtype is not dtype:
-            raise UsageError(
-                f"FullyShardedDataParallel (FSDP1) has flattened the parameter {name}, and {caller} would cast it at "
-                "this level, but FSDP would keep using the original dtype. Use O0 or O1, whose weights stay fp32; or "
-                "let FSDP cast: MixedPrecision(param_dtype=torch.bfloat16) computes in 16 bits. fully_shard (FSDP2) "
-                "supports 16-bit shards."
-            )
     known = {id(param) for model in models for param in model.parameters()}
     for optimizer in map(unwrap, optimizers):
         kind = type(optimizer).__name__
@@ -304,13 +302,12 @@ def _gains(optimizer: torch.optim.Optimizer, smaller: bool = False) -> bool:
     With ``smaller``, the fused form saves memory and need not be faster.
     """
     half = [p for group in optimizer.param_groups for p in group["params"] if is_half(p)]
-    devices = {p.device.type for p in half}
     return (
         bool(half)
         and all(keeper_of(p) is None for p in half)
         and HAS_GRAD_DTYPE
         and can_fuse(optimizer)
-        and (smaller or all(backend_for(device) not in ("eager", "torch") for device in devices))
+        and (smaller or all(backend_for(p.device.type) not in ("eager", "torch") for p in half))
     )
 
 
