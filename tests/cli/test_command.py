@@ -78,26 +78,6 @@ def test_every_help_ends_in_an_example_that_the_command_understands(name: str) -
         command.make_context(command.name, list(args), obj=[])
 
 
-# {here} is a folder with a script train.py and a file rows.jsonl.
-REFUSED = [
-    (["compare", "{here}/rows.jsonl", "{here}/rows.jsonl", "--html", "{here}/train.py/x.html"], "cannot be written"),
-    (["run", "{here}/train.py/x.py"], "'{here}/train.py/x.py' cannot be read: Not a directory."),
-    (["migrate", "{here}/rows.jsonl"], "{here}/rows.jsonl is no Python file; name files that end in .py"),
-    (["run", "--report", "{here}/train.py/x.html", "{here}/train.py"], "cannot be written"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=lambda value: " ".join(value).replace("{here}/", ""))
-def test_a_wrong_option_is_refused_before_any_work(arguments: list[str], message: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("from pathlib import Path\nPath(__file__).with_name('made').touch()\n")
-    (tmp_path / "rows.jsonl").write_text("")
-    found = CliRunner().invoke(app, [each.format(here=tmp_path) for each in arguments], terminal_width=400, obj=[])
-    assert found.exit_code in (1, 2)
-    assert message.format(here=tmp_path) in " ".join(found.output.split())
-    assert "Traceback" not in found.output
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["rows.jsonl", "train.py"]
-
-
 @pytest.mark.parametrize(
     ("words", "found"),
     [("halfstep do", {"doctor"}), ("halfstep ", set(SUBCOMMANDS)), ("halfstep demo --le", {"--levels"})],

@@ -92,18 +92,6 @@ def test_aligned_chunks_take_the_path_of_vectors(
     assert [fast for row, fast in taken if row == 1] == [True, True]
 
 
-@pytest.mark.parametrize("value", [1e-42, 1e-30, 1e-19, 1e-10, 1.0, 1e15, 1e19, 1e30, 3e38, 0.0])
-@pytest.mark.parametrize("length", [1, 255, 1000])
-def test_squares_of_any_size_are_summed(value: float, length: int) -> None:
-    found = torch.zeros(())
-    values = torch.full((length,), value)
-    exact = float(values.double().square().sum())
-    with kernels.backend("triton"):
-        sums = launch(TensorTable.of(source=[values, -values]), l2norm_kernel, {}, found=found)
-    assert sums[0].tolist() == pytest.approx([exact, exact], rel=1e-6)
-    assert found == 0
-
-
 @pytest.mark.exhaustive
 def test_a_sum_of_thousands_of_chunks_is_whole() -> None:
     values = torch.ones(1100 * 256 + 7)

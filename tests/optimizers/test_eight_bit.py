@@ -1,4 +1,4 @@
-"""8-bit moments: every optimizer and backend against the published scheme in float64, and what is saved and loaded."""
+"""8-bit moments against the published scheme in float64; and state of every form is saved, loaded, copied and kept."""
 
 from __future__ import annotations
 
@@ -274,10 +274,13 @@ def test_copies_step_on_their_own(cls: Any, settings: dict[str, Any], state_dtyp
 
 
 @each_class
-@pytest.mark.parametrize("name", ["eager", "compiled"])
-def test_a_skipped_step_changes_no_bit(cls: Any, settings: dict[str, Any], name: str) -> None:
+@with_any_state
+@pytest.mark.parametrize("name", ["eager", "torch", "compiled"])
+def test_a_skipped_step_changes_no_bit(
+    cls: Any, settings: dict[str, Any], state_dtype: Any, masters: Any, name: str
+) -> None:
     params = make_params()
-    optimizer = make(cls, params, settings)
+    optimizer = make(cls, params, settings, state_dtype, masters)
     with backend(name):
         train(optimizer, params, range(2))
         before = everything(optimizer, params)

@@ -15,7 +15,7 @@ from halfstep import optimizers
 from halfstep.kernels import backend
 from halfstep.kernels.expr import ElementwiseKernel
 from halfstep.kernels.launch import launch
-from halfstep.kernels.storage import after_writes, dense, join, plain, round_half_away, split
+from halfstep.kernels.storage import after_writes, dense, join, plain
 from halfstep.kernels.tensor_table import TensorTable
 from tests.support.worlds import BF16, FP16, FP32, FP64, HALVES
 
@@ -235,20 +235,6 @@ def test_float16_on_the_compiled_backend_is_torchs() -> None:
 
 
 # ---- from one form of masters to the other
-
-
-@pytest.mark.parametrize("there", ["plain", "split"])
-def test_masters_change_their_form_and_lose_nothing(there: str) -> None:
-    """Also at ties, which the two forms round apart."""
-    ties = torch.tensor([1.00390625, 1.01171875, -1.00390625, 1.0, 0.1, 3.0])
-    param = nn.Parameter(round_half_away(ties) if there == "plain" else ties.to(BF16))
-    optim = optimizers.FusedSGD([param], lr=0.0, master_weights=there)
-    state = {"remainder": split(ties)[1]} if there == "plain" else {"master": ties.clone()}
-    optim.state[param].update(state)
-    param.grad = torch.ones_like(param)
-    optim.step()
-    kept = optim.state[param]
-    assert torch.equal(kept["master"] if there == "plain" else join(param.detach(), kept["remainder"]), ties)
 
 
 def test_a_written_weight_outlives_the_change_to_split_masters() -> None:

@@ -427,18 +427,6 @@ def test_late_reader_posts_nothing_into_a_cuda_graph(monkeypatch: pytest.MonkeyP
     assert not async_reader.capturing(torch.device("cpu"))
 
 
-def test_late_reader_has_memory_for_the_device_that_posts() -> None:
-    reader = AsyncReader(1)
-    reader.post(torch.tensor(1.0))
-    reader.poll()
-    (slot,) = reader._free
-    slot.device = torch.device("meta")  # as if the model had moved since
-    reader.post(torch.tensor(2.0))
-    assert reader.poll() == [(2.0,)]
-    (other,) = reader._free
-    assert (other is slot, other.device) == (False, torch.device("cpu"))
-
-
 # ---- collapse
 
 

@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from halfstep.apex.parallel.LARC import LARC as ApexLARC
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from halfstep import amp, optimizers
-from halfstep.core.errors import UsageError
 from tests.stepping.test_ordinary_optimizer import (
     LEVELS,
     backward,
@@ -67,91 +65,6 @@ def test_zero_redundancy_trains_as_the_unsharded(ranks: Ranks, fused: bool, half
     assert not torch.equal(expected["weights"], expected["start"].to(half))
     assert torch.equal(first["weights"], second["weights"])
     assert torch.equal(first["weights"], expected["weights"])
-
-
-def sharded_after_initialize(rank: int, half: torch.dtype, fused: bool) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model, optimizer = start(half, fused, lambda params: torch.optim.SGD(params, lr=0.05))
-    losses = []
-    try:
-        for module in (model[0], model[2], model):
-            fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        for _ in range(6):
-            loss = loss_of(model)
-            losses.append(float(loss.detach()))
-            advance(loss, optimizer)
-    except UsageError as error:
-        return len(losses), str(error)
-    return losses
-
-
-@in_both_halves
-@with_both_masters
-def test_sharding_after_initialize_trains_or_is_refused_at_once(ranks: Ranks, fused: bool, half: torch.dtype) -> None:
-    model, optimizer = start(half, fused, lambda params: torch.optim.SGD(params, lr=0.05))
-    expected = []
-    for _ in range(6):
-        expected.append(float(loss_of(model).detach()))
-        train(model, optimizer, [0])
-    for answer in ranks.run(sharded_after_initialize, half, fused):
-        if isinstance(answer, tuple):
-            batches, message = answer
-            assert batches <= 1
-            assert "fully_shard" in message
-        else:
-            assert answer == pytest.approx(expected, rel=0.01)
-
-
-def shards(half: bool) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model: Any = net().bfloat16() if half else net()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh)
-    return model
-
-
-def sharded_pair(kind: str) -> tuple[Any, Any]:
-    if kind == "AdamW at O0":
-        model = shards(half=False)
-        return start(make=torch_optimizer("AdamW"), model=model, level="O0")
-    model = shards(half=True)
-    return model, optimizers.FusedAdam(model.parameters(), lr=0.01, master_weights=kind.removesuffix(" masters"))
-
-
-def sharded_steps(model: Any, optimizer: Any, steps: range) -> None:
-    for t in steps:
-        unscaled_step(
-            (model(data(10 * t + dist.get_rank()).to(model[0].weight.dtype)).float() - 1).square().mean(), optimizer
-        )
-
-
-def saved_whole(rank: int, kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Trained on, and trained on from what was saved: the weights of each, whole."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own
-    model, optimizer = sharded_pair(kind)
-    sharded_steps(model, optimizer, range(3))
-    options = StateDictOptions(full_state_dict=True)
-    weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
-    assert weights["0.weight"].shape == (16, 8)
-    again, again_optimizer = sharded_pair(kind)
-    set_state_dict(again, again_optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
-    sharded_steps(model, optimizer, range(3, 6))
-    sharded_steps(again, again_optimizer, range(3, 6))
-    amp.deactivate()
-    pairs = zip(model.parameters(), again.parameters(), strict=True)
-    return [(a.full_tensor().detach(), b.full_tensor().detach()) for a, b in pairs]
-
-
-@pytest.mark.parametrize("kind", ["AdamW at O0", "plain masters", "split masters"])
-def test_shards_are_saved_whole_and_loaded_bit_for_bit(ranks: Ranks, kind: str) -> None:
-    for answer in ranks.run(saved_whole, kind):
-        for straight, resumed in answer:
-            assert torch.equal(straight, resumed)
 
 
 # ---- schedulers and hooks
