@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from benchmarks.profiling import FIXES
@@ -24,7 +25,7 @@ from halfstep import amp
 from halfstep.diagnostics.findings import Finding
 from halfstep.profiling import Profile
 from halfstep.profiling.accounts import Account, RunSettings
-from halfstep.profiling.machine import CHIPS
+from halfstep.profiling.machine import CHIPS, machine_of
 from halfstep.profiling.ops import KINDS
 from halfstep.profiling.rules import RULES
 from halfstep.profiling.trace import covered, minus, overlap, trace_of, union
@@ -117,6 +118,19 @@ def show(name: str, text: str) -> None:
     """Print codes and fixes of the findings of a slow script with another text."""
     script = next(each for each in SCRIPTS if each.name == name)
     print(json.dumps([(each.code, each.fix) for each in findings(script._replace(text=text))]))
+
+
+def test_the_rates_of_a_script_at_o1_are_measured_without_its_casts() -> None:
+    dtypes = set()
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            dtypes.update({args[0].dtype} if func is torch.ops.aten.mm.default else ())
+            return func(*args, **(kwargs or {}))
+
+    with amp.auto_cast(level="O1", dtype="bfloat16"), Ops():  # type: ignore[no-untyped-call]
+        machine_of.__wrapped__(torch.device("cpu"), 1)
+    assert torch.float32 in dtypes
 
 
 def fix_of(code: str, known: Account) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from ..core.errors import ArgumentValueError
 from ..core.hardware import has_units
+from ..torch_internals.torch_compat import DisableTorchFunction
 
 __all__ = ["CHIPS", "Machine", "chip_given", "chip_named", "cores", "denormal_cost", "machine_of", "thread_cost"]
 
@@ -135,7 +136,7 @@ def denormal_cost() -> tuple[float, float]:
 def _seconds(call: Callable[[], Any], device: torch.device, pick: Callable[[list[float]], float] = min) -> float:
     """Measure the time of a call: the shortest of nine, or what ``pick`` chooses."""
     times = []
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), DisableTorchFunction():  # no casts of O1
         for _ in range(10):
             begin = time.perf_counter()
             call()
