@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ..core.checks import check_flag
+from ..core.inner_optimizers import params_of
 from ..core.policy import Policy
 from ..parameters.master_registry import keeper_of
 from ..stepping.attached import attached_to
@@ -45,7 +46,7 @@ def give_masters(
     as_optimizers("amp.give_masters", [optimizer])
     check("amp.give_masters", [], [optimizer], None)
     check_flag("fused", fused)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     originals = {id(param): weights[param] for param in params if weights is not None and param in weights}
     alone = all(keeper_of(param) is None for param in params)
     prepare_optimizer(optimizer, Policy(master_weights=True), originals=originals, fused=fused and alone, own=alone)

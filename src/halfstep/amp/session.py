@@ -19,6 +19,7 @@ import torch
 from ..casting.dynamo import eager
 from ..core.checks import check_flag, check_kind
 from ..core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.inner_optimizers import params_of
 from ..parameters.loss_scaler import saved_numbers
 from ..stepping.attached import AttachedOptimizer, attached_to, skipped_steps
 from ..stepping.scaled_backward import ScaledBackward
@@ -197,8 +198,7 @@ def master_params(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimi
 
 def _stepped_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     attached = attached_to(optimizer)
-    plain = (param for group in optimizer.param_groups for param in group["params"])
-    return plain if attached is None else attached.keeper.master_params()
+    return iter(params_of(optimizer)) if attached is None else attached.keeper.master_params()
 
 
 def steps_skipped(optimizer: torch.optim.Optimizer) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..core.inner_optimizers import params_of
 from ..diagnostics.numerics import Monitor, Row, save_rows, write_report
 from ..diagnostics.numerics.monitor import TENSORS
 from ..diagnostics.observe.names import OUTSIDE
@@ -111,7 +112,7 @@ class Monitors:
             self._begin(optimizer, _modules_of(optimizer))
 
     def _begin(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
-        params = _params(optimizer)
+        params = {*map(id, params_of(optimizer))}
         for model in models:
             if params.isdisjoint(map(id, model.parameters())):
                 continue
@@ -129,7 +130,7 @@ def _of_model(row: Row, name: str) -> Row:
 
 def _modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
     """The module with most of an optimizer's parameters that is in no other module, without its wrappers."""
-    params = _params(optimizer)
+    params = {*map(id, params_of(optimizer))}
     holding = [
         module
         for module in gc.get_objects()
@@ -143,7 +144,3 @@ def _modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
     while isinstance(wrapped := getattr(best, "module", compiled_from(best)), nn.Module):
         best = wrapped
     return [best]
-
-
-def _params(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}

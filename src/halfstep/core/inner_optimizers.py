@@ -1,4 +1,7 @@
-"""The optimizers inside wrappers: a wrapper is an optimizer that holds another one and shares its ``param_groups``."""
+"""The parameters of optimizers, and the optimizers inside wrappers.
+
+A wrapper is an optimizer that holds another optimizer and shares its ``param_groups``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 from ..torch_internals.subclasses import Mixin
 
-__all__ = ["inner_optimizer", "package_of_step", "state_holders", "unwrap"]
+__all__ = ["inner_optimizer", "package_of_step", "params_of", "state_holders", "unwrap"]
 
 _DELEGATES = {"accelerate", "halfstep", "lightning", "lightning_fabric", "pytorch_lightning"}
 
@@ -25,6 +28,11 @@ def inner_optimizer(optimizer: Any) -> Any:
         ):
             return value
     return None
+
+
+def params_of(*optimizers: Any) -> list[Any]:
+    """List the parameters of optimizers, in the order of the optimizers and their groups."""
+    return [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
 
 
 def unwrap(optimizer: Any) -> Any:

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..amp.grad_scaler import GradScaler
+from ..core.inner_optimizers import params_of
 from ..diagnostics.findings.checking import findings_of
 from ..diagnostics.findings.facts import Facts
 from ..diagnostics.findings.finding import Finding, logger
@@ -122,7 +123,7 @@ class Observed(Forward):
     @property
     def model(self) -> nn.Module | None:
         """The model that has most of the trained parameters."""
-        held = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        held = {*map(id, params_of(*self.optimizers))}
         return max(self.models, key=lambda each: sum(id(p) in held for p in each.parameters()), default=None)
 
     @contextmanager
@@ -154,7 +155,7 @@ class Observed(Forward):
     def entered(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
         """Receive the start of a module call; the outermost call of a model that is trained begins a pass."""
         model, grad = call.of, torch.is_grad_enabled() and not call.recomputed
-        if grad and self.running and self.running[0] is call and self._is_trained(model):
+        if grad and self.running and self.running[0] is call and self._monitor_if_trained(model):
             with DisableTorchFunction():
                 self._begin_pass(model, args, kwargs)
 
@@ -174,20 +175,16 @@ class Observed(Forward):
             with DisableTorchFunction():
                 self._see_loss(call.args[0])
 
-    def _is_trained(self, model: nn.Module) -> bool:
+    def _monitor_if_trained(self, model: nn.Module) -> bool:
+        """Attach monitors to a model at its first call, if it is trained; return True if it is."""
         if any(model is each for each in self.models):
             return True
-        own, shapes = set(map(id, model.parameters())), [p.shape for p in model.parameters()]
-        known = [*self.optimizers]
-        if self._given is None:
-            known += [each for each in _live(torch.optim.Optimizer) if not any(each is one for one in known)]
-        params = [(one, [p for group in one.param_groups for p in group["params"]]) for one in known]
-        of_masters = [one for one, held in params if [p.shape for p in held] == shapes]  # hand-made ones
-        trains = [one for one, held in params if any(id(p) in own for p in held)] or of_masters
+        trains = self._optimizers_of(model)
         if not trains and self._given is None:
             return False
         self.models.append(model)
-        mine = [p for one, held in params if one in trains for p in held if id(p) in own and p.requires_grad]
+        own = set(map(id, model.parameters()))
+        mine = [p for p in params_of(*trains) if id(p) in own and p.requires_grad]
         self._removals += [p.register_hook(partial(self._see_kept, p)).remove for p in mine[-1:]]
         for i, optimizer in enumerate(trains):
             if not any(optimizer is each for each in self.optimizers):
@@ -197,6 +194,13 @@ class Observed(Forward):
         if not trains:
             self.monitors.append(Monitor(model, every=1).attach())
         return True
+
+    def _optimizers_of(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        """List the optimizers of a model's parameters, or else the optimizers of hand-made masters of its shapes."""
+        own, shapes = set(map(id, model.parameters())), [p.shape for p in model.parameters()]
+        known = dict.fromkeys([*self.optimizers, *(_live(torch.optim.Optimizer) if self._given is None else ())])
+        of_masters = [each for each in known if [p.shape for p in params_of(each)] == shapes]
+        return [each for each in known if not own.isdisjoint(map(id, params_of(each)))] or of_masters
 
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._passes += 1
@@ -299,7 +303,7 @@ class Observed(Forward):
     def _look_for_clipping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         if type(scaler) is torch.amp.GradScaler and self._scaled_by:  # halfstep's scaler looks itself
             checks = self._checks.setdefault(id(optimizer), ClippedGradients())
-            params = [p for group in optimizer.param_groups for p in group["params"]]
+            params = params_of(optimizer)
             scale = torch.tensor(scaler.get_scale(), dtype=torch.float32, device=params[0].device)
             checks.check(params, scale, by="GradScaler")
 

@@ -14,6 +14,7 @@ import torch
 from ..core.checks import check_optimizer_state
 from ..core.dtypes import StateForm
 from ..core.errors import ArgumentTypeError, UsageError
+from ..core.inner_optimizers import params_of
 from ..kernels.shards import is_sharded
 from ..parameters.held_masters import sync_held_masters
 from ..parameters.master_registry import is_saved_elsewhere
@@ -206,7 +207,7 @@ class FusedState(torch.optim.Optimizer):
         """
         check_optimizer_state(self, state_dict)
         seen: dict[str, Any] = {}
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = params_of(self)
         _refuse_lost(state_dict["state"], masters=not any(map(is_saved_elsewhere, params)))
         masters = [(each, each.read()) for each in self._masters()]
 

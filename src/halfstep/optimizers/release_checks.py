@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..core.errors import ArgumentValueError, UsageError
+from ..core.inner_optimizers import params_of
 from ..parameters.table import reduced_params
 
 __all__ = ["check", "refuse_closure", "refuse_gradient", "refuse_ranks", "refuse_second"]
@@ -37,7 +38,7 @@ def check(optimizer: Any, model: nn.Module, is_released: Callable[[torch.Tensor]
         )
     groups = enumerate(optimizer.param_groups)
     names = {id(p): f"parameter {i} of group {g}" for g, group in groups for i, p in enumerate(group["params"])}
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     known = {id(p) for p in model.parameters()}
     for param in params:
         name = f"attach(model): {names[id(param)]}, of shape {tuple(param.shape)},"

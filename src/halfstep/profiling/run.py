@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.inner_optimizers import unwrap
+from ..core.inner_optimizers import params_of, unwrap
 from .accounts import RunSettings
 from .answer import Profile, profile_of
 from .machine import cores, denormal_cost, machine_of, thread_cost
@@ -139,7 +139,7 @@ def of_run(run: Callable[[], Any], prepare: Callable[[nn.Module, Any], Any] | No
 
 def _model_of(optimizers: Sequence[Any]) -> nn.Module | None:
     """Find the outermost module that has the parameters of optimizers."""
-    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    held = {*map(id, params_of(*optimizers))}
     models = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     ranked = [((sum(id(p) in held for p in each.parameters()), len([*each.modules()])), each) for each in models]
     (count, _), model = max(ranked, key=lambda pair: pair[0], default=((0, 0), None))
@@ -247,7 +247,7 @@ def _device(given: torch.device | str | None, model: nn.Module | None) -> torch.
 
 def _settings(device: torch.device, threads: int, model: nn.Module | None, optimizers: Sequence[Any]) -> RunSettings:
     """Look at the process, the weights, and the numbers of the optimizer."""
-    params = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    params = params_of(*optimizers)
     own = [] if model is None else [*model.parameters()]
     on_gpu = device.type == "cuda"
     tf32_off = on_gpu and torch.version.hip is None and torch.get_float32_matmul_precision() == "highest"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..core.dtypes import dtype_name, is_half
+from ..core.inner_optimizers import params_of
 from ..core.text import counted
 from ..kernels import multi_tensor
 from ..parameters.async_reader import AsyncReader, capturing
@@ -61,7 +62,7 @@ def _on_masters(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     for optimizer in optimizers:
         if getattr(getattr(optimizer, "options", None), "master_weights", None):
             continue
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = params_of(optimizer)
         half = [p for p in params if is_half(p) and p.requires_grad and master_of(p) is None]
         if half:
             return (

@@ -21,7 +21,7 @@ from ..casting.scope import OpCasting
 from ..casting.sharded import check_sharded
 from ..core.dtypes import HALF_DTYPES, StateForm, is_half
 from ..core.errors import UsageError
-from ..core.inner_optimizers import inner_optimizer, unwrap
+from ..core.inner_optimizers import inner_optimizer, params_of, unwrap
 from ..core.policy import Policy
 from ..kernels.launch import backend_for
 from ..optimizers.base import FusedOptimizer
@@ -63,7 +63,7 @@ def prepare(
     for model in models:
         originals |= prepare_model(model, policy, keep_originals=policy.master_weights and bool(optimizers), **options)
     # A fused optimizer keeps masters in its own state, but optimizers that share a parameter must share its master.
-    owners = Counter(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
+    owners = Counter(map(id, params_of(*optimizers)))
     alone = max(owners.values(), default=1) == 1
     attached = [
         prepare_optimizer(one, policy, models, originals=originals, fused=fused and alone, own=alone, verbose=verbose)
@@ -260,7 +260,7 @@ def check(
                 f"attach() was called on this {kind} before {caller}, which changes the optimizer's step; call "
                 f"{caller} first and attach() afterwards."
             )
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         if known and params and known.isdisjoint(map(id, params)):
             raise UsageError(
                 f"None of the parameters of this {kind} is in the models given to {caller}, so it would not train "
@@ -283,7 +283,7 @@ def check_state_form(caller: str, optimizers: Sequence[Any], form: StateForm, *,
     """
     if form is None:
         return
-    params = Counter(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
+    params = Counter(map(id, params_of(*optimizers)))
     alone = max(params.values(), default=1) == 1
     for optimizer in optimizers:
         inside = unwrap(optimizer)
@@ -301,7 +301,7 @@ def _gains(optimizer: torch.optim.Optimizer, smaller: bool = False) -> bool:
 
     With ``smaller``, the fused form saves memory and need not be faster.
     """
-    half = [p for group in optimizer.param_groups for p in group["params"] if is_half(p)]
+    half = list(filter(is_half, params_of(optimizer)))
     return (
         bool(half)
         and all(keeper_of(p) is None for p in half)

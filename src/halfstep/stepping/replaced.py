@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from ..core.errors import UsageError
+from ..core.inner_optimizers import params_of
 from ..core.text import listed
 from ..kernels.shards import is_sharded
 from ..torch_internals.torch_compat import children_of, parameters_of
@@ -119,7 +120,7 @@ class ReplacedParameters(Subscriber):
 
     def find(self, optimizer: torch.optim.Optimizer) -> list[Replacement]:
         """Return all replaced parameters, with or without gradients. Slow."""
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owned = {*map(id, params_of(optimizer))}
         named = list(self._named())
         present, before = {id(p) for _, _, p in named}, {id(ref()) for ref in self._origin.values()}
         gone = [

@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 
 from ...casting.current import clear_cache
 from ...core.errors import UsageError
+from ...core.inner_optimizers import params_of
 from ...optimizers.base import FusedOptimizer
 from ...parameters.held_masters import sync_held_masters
 from ...parameters.ledger import get_grads, set_grads
@@ -275,7 +276,7 @@ class GraphedSteps:
     # ---- the gradients of the parameters
 
     def _params(self) -> list[torch.Tensor]:
-        return [p for group in self._step.optimizer.param_groups for p in group["params"]]
+        return params_of(self._step.optimizer)
 
     def _gradients(self) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
         """Return the parameters' gradients, and the flag that a pass since the last step overflowed."""

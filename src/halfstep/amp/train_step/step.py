@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...core.checks import check_count, check_flag
 from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ...core.inner_optimizers import params_of
 from ...kernels.shards import placements_of
 from ...optimizers.base import FusedOptimizer
 from ...optimizers.release import release_of
@@ -206,7 +207,7 @@ class TrainStep:
                 self.scaler.unscale_(self.optimizer)
             elif (attached := attached_to(self.optimizer)) is not None:
                 attached.keeper.gradients.widen()
-            params = list(self._params())
+            params = params_of(self.optimizer)
             # torch cannot clip plain tensors together with shards, nor shards on several meshes.
             meshes = {id(place and place[0]) for place in placements_of(params)}
             clip = nn.utils.clip_grad_norm_ if len(meshes) < 2 else Unscaler().clip
@@ -261,12 +262,9 @@ class TrainStep:
             return scale_loss(loss, self.optimizer)
         return nullcontext(loss)
 
-    def _params(self) -> list[torch.Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
     def _trained(self) -> list[torch.Tensor]:
         """Return the parameters that get gradients: the optimizer's, and the model's that other optimizers step."""
-        params = self._params()
+        params = params_of(self.optimizer)
         if isinstance(self.model, nn.Module):
             mine = set(map(id, params))
             params += [p for p in self.model.parameters() if id(p) not in mine]
@@ -345,7 +343,7 @@ def _check(
     _refuse_release(optimizer, max_grad_norm, accumulate)
     if isinstance(model, nn.Module):
         mine = {id(p) for p in model.parameters()}
-        if mine and not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        if mine and not any(id(p) in mine for p in params_of(optimizer)):
             raise ArgumentValueError(
                 "TrainStep: the optimizer has none of the model's parameters, so the model would not be trained. Make "
                 "the optimizer from model.parameters(), after the model is in its place (moved, wrapped, replaced)."

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...core.checks import check_count, check_kind
 from ...core.dtypes import is_half
-from ...core.inner_optimizers import unwrap
+from ...core.inner_optimizers import params_of, unwrap
 from ...core.policy import Policy
 from ...formats.findings import RULES as OF_FORMATS
 from ...parameters.loss_scaler import DeviceLossScaler
@@ -134,7 +134,7 @@ def log_first_step(optimizer: Any) -> None:
     """Log the findings after an optimizer's first step if its weights are 16-bit and it was never prepared."""
     if optimizer not in _seen:
         _seen.add(optimizer)
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = params_of(optimizer)
         if any(map(is_half, params)) and attached_to(optimizer) is None:
             log_findings([nn.ParameterList(params)], [optimizer], scaling_is_known=False)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...core.dtypes import HALF_DTYPES, dtype_name, is_half
+from ...core.inner_optimizers import params_of
 from ...parameters.ledger import get_grads
 from ...parameters.loss_scaler import DeviceLossScaler
 from ...stepping.attached import attached_to
@@ -226,7 +227,7 @@ def foreign_parameters(facts: Facts) -> Iterator[Found]:
     replaced after ``amp`` prepared the optimizer is an error, as in the next step.
     """
     own = set(map(id, facts.own_params))
-    held = [p for one in facts.optimizers for group in one.param_groups for p in group["params"]]
+    held = params_of(*facts.optimizers)
     trained = set(map(id, held))
     foreign = [p for p in held if id(p) not in own or not p.requires_grad]
     left = list({id(p): p for p in facts.own_params if p.requires_grad and id(p) not in trained}.values())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...core.checks import check_count, check_kind
-from ...core.inner_optimizers import unwrap
+from ...core.inner_optimizers import params_of, unwrap
 from ...parameters.async_reader import AsyncReader, capturing
 from ...parameters.ledger import get_grads
 from ...stepping.attached import attached_to
@@ -97,7 +97,7 @@ class Watch:
         if self._steps % self._every:
             return
         self._poll(wait=False)
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.is_floating_point()]
+        params = [p for p in params_of(optimizer) if p.is_floating_point()]
         params = [p for p in params if can_sample(p)]
         params = [p for p, grad in zip(params, get_grads(params), strict=True) if grad is not None]
         if params and not capturing(params[0].device):
@@ -120,7 +120,7 @@ class Watch:
     def _report(self, fraction: float) -> None:
         self.fraction = fraction
         optimizer = self._optimizer()
-        params = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        params = [] if optimizer is None else params_of(optimizer)
         name = type(optimizer).__name__
         where = grouped({f"{name}.{i}": p.numel() for i, p in enumerate(params)})
         found = lost(where, fraction, f", as measured around a step of {name}", every=self._every)

@@ -14,7 +14,7 @@ from torch import nn
 from ...casting.scope import NO_CASTING
 from ...core.checks import check_count
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ...core.inner_optimizers import unwrap
+from ...core.inner_optimizers import params_of, unwrap
 from ...formats.findings import RULES as OF_FORMATS
 from ...kernels.tensor_table import Number
 from ...optimizers.base import FusedOptimizer
@@ -268,7 +268,7 @@ class Monitor:
         if step is None or optimizer is None:
             return
         step.note_scale(self._live_scale() if grad_scale is None else grad_scale)
-        params = self._named(p for group in optimizer.param_groups for p in group["params"])
+        params = self._named(params_of(optimizer))
         with NO_CASTING:
             if watches and not isinstance(optimizer, FusedOptimizer):
                 step.add_gradients(params, "out" if grad_scale is None else "in")
