@@ -49,7 +49,7 @@ def given_scales(format: str, change: Callable[[Any], Any]) -> torch.Tensor:
         (lambda: Format("e2m1", saturate=False), ArgumentValueError, "neither inf nor NaN, so it always saturates"),
         (lambda: Format.parse("mxfp4,scale_rule=4over6"), ArgumentValueError, "is for e2m1 elements with e4m3 scales"),
         (lambda: Format.parse("nvfp4,block=16x16,scale_rule=eden"), ArgumentValueError, "'eden' for blocks of 1x16"),
-        (lambda: quantize(X, "nvfp4,scale_rule=eden", dim=0), ArgumentValueError, "corrects 128 numbers together"),
+        (lambda: quantize(X, "nvfp4,scale_rule=eden", dim=0), ArgumentValueError, "in groups of 128 numbers, as"),
         (lambda: quantize(X, "mxfp8"), ArgumentValueError, "40 is not a multiple of 32. Pad it with 24 zeros to 64"),
         (lambda: quantize(X, "mxfp8", dim=0), ArgumentValueError, "48 is not a multiple of 32. Pad it with 16 zeros"),
         (lambda: round_to(X, "nvfp4,block=16x16"), ArgumentValueError, "40 is not a multiple of 16. Pad it with 8"),

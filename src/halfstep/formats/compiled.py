@@ -14,6 +14,7 @@ functions of the source, from its top:
 - ``lost`` is the squared error of a number; the scale with the smaller sum is taken (``"4over6"``).
 - ``add`` and ``corrected`` are for the rule ``"eden"``: two sums over a GROUP of blocks, in the order of
   ``reference.in_order``, and the scale of a block that is corrected by their quotient.
+- ``soon`` asks memory for numbers that are read and written next.
 - ``rows`` rounds blocks that follow each other in memory, SOME at a time, so that their scales are vectors too;
   ``columns`` rounds blocks down the columns of matrices, TOGETHER columns in a block and SOME columns at a time. Sums
   over a block in ``columns`` are vectors over SOME columns.
@@ -127,9 +128,8 @@ static inline float corrected(float stored, float exact, float kept, i64 block, 
   const float wanted = stored * (kept == 0.0f ? 1.0f : exact / kept), held = fb(least(ib(wanted), ib(448.0f)));
   return steps_up<3, -6>(held, random_bits((u32)block, run.seed)) * run.of_tensor;
 }
-static inline void pass(const T* x, T* y, i64 start, i64 n, float before, float after, u32 seed) {
-  #pragma omp simd
-  for (i64 i = start; i < start + n; ++i) y[i] = narrow<T>(element(wide(x[i]) * before, (u32)i, seed) * after);
+static inline void soon(const T* x, const T* y, i64 start, i64 n) {
+  for (i64 i = start; i < start + n; i += 64 / sizeof(T)) __builtin_prefetch(x + i), __builtin_prefetch(y + i, 1);
 }
 template <int SIDE> static void rows(const T* x, T* y, i64 count, i64 n, Run run, int threads) {
   const int SOME = SIDE ? 64 : 1;
@@ -160,7 +160,13 @@ template <int SIDE> static void rows(const T* x, T* y, i64 count, i64 n, Run run
       for (int i = 1; i < LANES; ++i) exact[0] += exact[i], kept[0] += kept[i];
       for (int b = g; b < g + GROUP; ++b) after[b] = corrected(after[b], exact[0], kept[0], c * SOME + b, run);
     }
-    for (int b = 0; b < m; ++b) pass(x, y, (c * SOME + b) * side, side, before[b], after[b], run.seed);
+    for (int b = 0; b < m; ++b) {
+      const i64 start = (c * SOME + b) * side;
+      soon(x, y, start + SOME * side, side);
+      #pragma omp simd
+      for (i64 i = start; i < start + side; ++i)
+        y[i] = narrow<T>(element(wide(x[i]) * before[b], (u32)i, run.seed) * after[b]);
+    }
   }
 }
 template <int TOGETHER> static void columns(const T* x, T* y, i64 blocks, i64 side, i64 width, Run run, int threads) {
@@ -175,8 +181,10 @@ template <int TOGETHER> static void columns(const T* x, T* y, i64 blocks, i64 si
       const T* xg = x + start + g * side * width;
       Whole top[SOME] = {};
       i32 am[SOME];
-      for (i64 i = 0; i < side; ++i)
+      for (i64 i = 0; i < side; ++i) {
+        soon(x, y, start + (g * side + i + 2) * width, m);
         for (int j = 0; j < m; ++j) top[j] = most(top[j], bits_at(xg + i * width + j));
+      }
       for (int j = 0; j < m; j += TOGETHER) {
         for (int k = 1; k < TOGETHER; ++k) top[j] = most(top[j], top[j + k]);
         for (int k = 0; k < TOGETHER; ++k) am[j + k] = widened(top[j]);
@@ -229,10 +237,8 @@ extern "C" void run(const T* x, T* y, i64 outer, i64 n, i64 inner, i32 addend, i
 #if %(tensor)d
   float before, after;
   scales(amax < 0.0f ? largest(x, all, threads) : ib(amax), run, 1.0f, before, after);
-  const i64 piece = 16384;
-  #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (i64 i = 0; i < all; i += piece)
-    pass(x, y, i, all - i < piece ? all - i : piece, before, after, seed);
+  #pragma omp parallel for simd schedule(static) num_threads(threads) if (parallel: threads > 1)
+  for (i64 i = 0; i < all; ++i) y[i] = narrow<T>(element(wide(x[i]) * before, (u32)i, seed) * after);
 #else
 #if %(e4m3)d
   const i32 most_of_all = largest(x, all, threads);
@@ -259,9 +265,7 @@ def round_to(tensor: torch.Tensor, out: torch.Tensor, format: Format, dim: int, 
     if square and dim < tensor.dim() - 2:
         return False
     try:
-        run = _run(
-            format if format.scale_rule in ("4over6", "eden") else format.replace(scale_rule="floor"), tensor.dtype
-        )
+        run = _run(format, tensor.dtype)
     except compiler.FAILURES as error:
         compiler.give_up(error)
         return False
@@ -278,7 +282,8 @@ def round_to(tensor: torch.Tensor, out: torch.Tensor, format: Format, dim: int, 
 
 @functools.cache
 def _run(format: Format, dtype: torch.dtype) -> ctypes._NamedFuncPointer:
-    run = compiler.build("format", source(format, dtype)).run
+    plain = format if format.scale_rule in ("4over6", "eden") else format.replace(scale_rule="floor")
+    run = compiler.build("format", source(plain, dtype)).run
     pointer, integer, short = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     run.argtypes = [pointer] * 2 + [integer] * 3 + [short] * 2 + [ctypes.c_float, ctypes.c_uint32, ctypes.c_int]
     run.restype = None
@@ -314,11 +319,8 @@ def source(format: Format, dtype: torch.dtype) -> str:
         "side": sides[1],
         "together": sides[0],
     }
-    return (
-        PRELUDE % {"acc": "float"}
-        + f"typedef {C_TYPES[dtype]} T;\ntypedef int{8 * dtype.itemsize}_t Whole;\n"
-        + _SOURCE % facts
-    )
+    types = f"typedef {C_TYPES[dtype]} T;\ntypedef int{8 * dtype.itemsize}_t Whole;\n"
+    return PRELUDE % {"acc": "float"} + types + _SOURCE % facts
 
 
 def _bits(number: float) -> int:

@@ -210,15 +210,14 @@ def _check_sizes(tensor: torch.Tensor, format: Format, dim: int) -> None:
     along = tensor.shape[dim]
     across = tensor.movedim(dim, -1).shape[-2] if sides[0] > 1 else 0
     corrects = format.scale_rule == "eden"
-    blocks = (
-        f"scale_rule='eden' corrects {EDEN_GROUP} numbers together, which" if corrects else f"Blocks of {format.block}"
-    )
+    groups = f" in groups of {EDEN_GROUP} numbers, as scale_rule='eden' has them," if corrects else ""
     for size, side in ((along, EDEN_GROUP if corrects else sides[1]), (across, sides[0])):
         if size % side:
-            short, other = side - size % side, "scale_rule" if corrects else "block"
+            short = side - size % side
             raise ArgumentValueError(
-                f"{blocks} along dim={dim} do not fit the shape {tuple(tensor.shape)}: {size} is not a multiple of "
-                f"{side}. Pad it with {short} zeros to {size + short}, or choose another {other} or dim."
+                f"Blocks of {format.block}{groups} along dim={dim} do not fit the shape {tuple(tensor.shape)}: {size} "
+                f"is not a multiple of {side}. Pad it with {short} zeros to {size + short}, or choose another format "
+                "or dim."
             )
 
 
