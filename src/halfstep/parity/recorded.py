@@ -24,7 +24,7 @@ from ..diagnostics.observe.names import OUTSIDE, ROOT, qualified_names
 from ..diagnostics.observe.ops import OpCall, tensors_in, widened, written
 from ..diagnostics.observe.watch import CallWatch
 from ..torch_internals.compiler_compat import compiled_from
-from ..torch_internals.torch_compat import TorchDispatchMode, buffers_of, parameters_of, tree_flatten, tree_unflatten
+from ..torch_internals.torch_compat import TorchDispatchMode, buffers_of, parameters_of, tree_flatten, tree_map_only
 
 __all__ = ["OUTPUT", "SideRun", "Wide", "run"]
 
@@ -49,10 +49,13 @@ class BitRecorder(Recorder):
         keep: the indices of rows whose tensors to keep as a whole.
         alone: the run of the first row alone. Of each result only the part of this row's shape is looked at, which
             is at the beginning of all dimensions: the first row of a batch, without its padding. None looks at all.
+        looks: samples and digests of the parameters that another side in the same comparison has read, by ``id`` and
+            version, each with its parameter. Sides often share weights, which are as before after each run.
     """
 
-    def __init__(self, keep: Collection[int] = (), alone: SideRun | None = None) -> None:
+    def __init__(self, keep: Collection[int] = (), alone: SideRun | None = None, looks: Any = None) -> None:
         super().__init__(4096, torch.float64)
+        self._looks: dict[Any, Any] = {} if looks is None else looks
         self.facts: dict[int, Facts] = {}
         self.kept: dict[int, torch.Tensor] = {}
         self._keep = keep
@@ -64,9 +67,8 @@ class BitRecorder(Recorder):
         """Record the result of an op, unless it is a view."""
         before = len(self.rows)
         super().notice(call)
-        made = [i for i in range(before, len(self.rows)) if self.rows[i].op == call.name]
         constants = tuple(x for x in tree_flatten((call.args, call.kwargs))[0] if isinstance(x, (int, float, str)))
-        self.facts |= dict.fromkeys(made, (before, constants))
+        self.facts |= {i: (before, constants) for i in range(before, len(self.rows)) if self.rows[i].op == call.name}
 
     def begin(self, names: dict[nn.Module, str], *inputs: Any) -> None:
         """Record parameters and buffers, and the arguments of the run, which ops perhaps read as views."""
@@ -88,11 +90,16 @@ class BitRecorder(Recorder):
         """Compute the sample and a digest of the numbers, which the same numbers have in every dtype."""
         if self._keep:  # a run that keeps tensors is not compared
             return (tensor.new_zeros(()),) * 3
+        first = isinstance(tensor, nn.Parameter) and not self.facts and not tensor.is_inference()  # no op has run yet
+        key = (id(tensor), tensor._version) if first else None
+        if key is not None and key in self._looks:
+            return self._looks[key][1]  # type: ignore[no-any-return]
         digest = _digest(values := tensor.detach())
         if values.dtype.itemsize > 4 or not values.is_floating_point():
             rest = values.double() - values.float()  # 0, which adds nothing to a digest, if float32 has the number
             digest += _digest(rest.nan_to_num(0.0, 0.0, 0.0), torch.float64)
-        return self._sample(values), digest.new_zeros(()), digest
+        found = self._sample(values), digest.new_zeros(()), digest
+        return self._looks.setdefault(key, (tensor, found))[1] if key else found
 
     def _write(self, row: LinkedRow, tensor: torch.Tensor, keep: bool = False) -> None:
         seen = tensor
@@ -200,9 +207,7 @@ class SideRun:
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and keyword arguments for a call; tensors are copied, so that no side can change them."""
-    leaves, tree = tree_flatten(inputs)
-    copies = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
-    copied = tree_unflatten(copies, tree)
+    copied = tree_map_only(torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), inputs)
     if isinstance(copied, Mapping):
         return (), dict(copied)
     return (tuple(copied) if isinstance(copied, (tuple, list)) else (copied,)), {}
@@ -217,9 +222,7 @@ def _models_in(side: Callable[..., Any]) -> list[nn.Module]:
     return [value for value in values if isinstance(value, nn.Module)]
 
 
-def run(
-    name: str, side: Any, inputs: Any, keep: Any = (), alone: Any = None, below: Any = nullcontext, watched: bool = True
-) -> SideRun:
+def run(name: str, side: Any, inputs: Any, below: Any = nullcontext, watched: bool = True, **how: Any) -> SideRun:
     """Run one side, recorded, from the same random state as the other.
 
     Weights, buffers, gradients and random state are as before afterwards.
@@ -228,16 +231,15 @@ def run(
         name: the name in reports.
         side: the callable.
         inputs: the arguments.
-        keep: see ``BitRecorder``.
-        alone: see ``BitRecorder``.
         below: a function that takes the recorder and returns a mode to run below it.
         watched: False to record only what the side returns, so that compiled code runs as compiled.
+        how: the arguments of ``BitRecorder``.
 
     Raises:
         UsageError: if the side raises.
         ArgumentTypeError: if it returns no tensor.
     """
-    recorder = BitRecorder(keep, alone)
+    recorder = BitRecorder(**how)
     models = _models_in(side)
     names = qualified_names(side) if isinstance(side, nn.Module) else None
     args, kwargs = _arguments(inputs)
@@ -255,7 +257,7 @@ def run(
     if names is None and len({row.module.partition(".")[0] for row in inside}) == 1:
         for row in inside:  # leave out the class, as a function called only one outermost module
             row.module = row.module.partition(".")[2] or ROOT
-    again = functools.partial(run, name, side, inputs, alone=alone)
+    again = functools.partial(run, name, side, inputs, alone=how.get("alone"))
     return SideRun(name, recorder.rows, recorder.facts, outputs, recorder.kept, again)
 
 

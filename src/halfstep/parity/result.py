@@ -111,11 +111,10 @@ class Parity(Shown):
         lines = [f"{a} and {b}: {counted(len(self.ops), 'common op')}, {self.alone} of one side only"]
         if self.first is None:
             return "\n".join([*lines, "equal bit for bit"])
-        about = self._about(self.first).items()
-        lines += [f"first difference: {self.first}", *(f"  {name}: {text}" for name, text in about)]
-        differ = [op for op in self.ops if op.ulps]
-        rows = [_COLUMNS, *map(_cells, differ[:_SHOWN])]
-        return "\n".join([*lines, "", *aligned(rows, right=(2,))] if differ else lines)
+        lines.append(f"first difference: {self.first}")
+        lines += [f"  {key}: {text}" for key, text in self._about(self.first).items()]
+        rows = [_COLUMNS, *map(_cells, [op for op in self.ops if op.ulps][:_SHOWN])]
+        return "\n".join([*lines, "", *aligned(rows, right=(2,))] if rows[1:] else lines)
 
     def report(self, path: str | Path, *, command: str | None = None) -> None:
         """Write one self-contained HTML page.

@@ -76,7 +76,8 @@ def parity(a: Side, b: Side, inputs: Any = None, *, reference: str | None = "flo
         raise ArgumentTypeError(f"{wrong[0]!r} must be a callable, a recorded run, or the path of a saved run.")
     names = [side.name if isinstance(side, SideRun) else _name(side) for side in sides]
     names = [f"{name} ({at})" for name, at in zip(names, "ab", strict=True)] if names[0] == names[1] else names
-    runs = [s if isinstance(s, SideRun) else run(name, s, inputs) for name, s in zip(names, sides, strict=True)]
+    looks: Any = {}
+    runs = [s if isinstance(s, SideRun) else run(n, s, inputs, looks=looks) for n, s in zip(names, sides, strict=True)]
     found, compiled = _compare(runs, reference), any(map(is_compiled, sides))
     return replace(found, first=_compiled_difference(runs, sides, inputs)) if found and compiled else found
 
@@ -144,10 +145,9 @@ def _difference(runs: Sequence[SideRun], found: Parting, reference: str | None, 
     """Describe the place where two runs part, from whole tensors if both sides can run again."""
     a, b = ends = [run.rows[end] for run, end in zip(runs, found.ends, strict=True)]
     values = [row.sample for row in ends]
-    exact = exact and None not in [run.again for run in runs]
-    if exact:
-        again = [(run.again, end) for run, end in zip(runs, found.ends, strict=True)]
-        values = [run(keep={end}).kept[end].double().cpu() for run, end in again if run]
+    if exact := exact and None not in [run.again for run in runs]:
+        pairs = zip(runs, found.ends, strict=True)
+        values = [run.again(keep={end}).kept[end].double().cpu() for run, end in pairs if run.again]
     dtype = max(a.dtype, b.dtype, key=_eps)
     apart = ulps(values[0], values[1], dtype)
     side = 0 if found.rows[0] else 1
@@ -157,12 +157,12 @@ def _difference(runs: Sequence[SideRun], found: Parting, reference: str | None, 
         errors = [torch.inf if right is None else float((value - right).norm()) for value in values]
         nearer = "" if errors[0] == errors[1] else runs[int(errors[1] < errors[0])].name
     rows, at = runs[side].rows, found.rows[side][0]
-    name = canonical(rows[at].op)
-    before = sum((row.module, canonical(row.op)) == (rows[at].module, name) for row in rows[:at])
+    place = rows[at].module, canonical(rows[at].op)
+    before = sum((row.module, canonical(row.op)) == place for row in rows[:at])
     sizes = float(apart.max()), float((apart > 0).double().mean()), found.kind == "inputs"
     both = ([run.rows[i] for i in of] for run, of in zip(runs, found.rows, strict=True))
     here, there = (tuple(f"{row.op}:{dtype_name(row.dtype)}" for row in of) for of in both)
-    known = rows[at].module, name, before, found.kind, "" if found.more is None else runs[found.more].name
+    known = *place, before, found.kind, "" if found.more is None else runs[found.more].name
     return Difference(*known, *sizes, nearer, dtype_name(dtype), here, there)
 
 
