@@ -253,24 +253,34 @@ def test_a_cast_and_back_vanishes() -> None:
         assert torch.equal(cast.module(x)[0], model(x))
 
 
-def in_place(self: Any, x: torch.Tensor) -> Any:
+def written_behind_a_view(self: Any, x: torch.Tensor) -> Any:
     y = F.softmax(x, -1)
-    first = self.a(y)
+    view = y.t()
+    first = self.c(view)
     y.mul_(3.0)
-    return first + self.a(y)
+    return first + self.c(view)
 
 
-def through_a_view(self: Any, x: torch.Tensor) -> Any:
+def written_behind_two_views(self: Any, x: torch.Tensor) -> Any:
     y = F.softmax(x, -1)
     view = y.view(-1)
-    first = self.a(view.view(2, 8))
-    view.mul_(3.0)
-    return first + self.b(y)
+    first, second = view.view(2, 8), view.view(2, 8)
+    y.mul_(3.0)
+    return self.a(first) + self.a(second)
 
 
-@pytest.mark.parametrize("forward", [in_place, through_a_view])
-def test_a_value_changed_in_place_is_cast_again(forward: Callable[..., Any]) -> None:
-    x, model = torch.randn(2, 8), Made(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+def bounded_through_a_view(self: Any, x: torch.Tensor) -> Any:
+    y = self.a(x)
+    y.view(-1).clamp_(max=1 - 1e-4)
+    return y
+
+
+IN_PLACE = [written_behind_a_view, written_behind_two_views, bounded_through_a_view]
+
+
+@pytest.mark.parametrize("forward", IN_PLACE)
+def test_what_a_write_in_place_changes_is_read_after_it(forward: Callable[..., Any]) -> None:
+    x, model = 5 * torch.randn(2, 8), Made(forward, a=nn.Linear(8, 8), c=nn.Linear(2, 8))
     program = static.capture(model, None, [x])
     cast = cast_graph(program.graph_module, OpLists.default(), BF16)
     with amp.auto_cast(dtype=BF16):
