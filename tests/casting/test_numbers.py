@@ -87,3 +87,11 @@ def test_an_op_on_a_white_list_stays_in_16_bits(op: Any, given: tuple[Any, ...])
 def test_such_a_number_keeps_the_mode_on_after_the_first_passes() -> None:
     model = amp.initialize(Applies(CASES["+ 1e-8"][1]), opt_level="O2", dtype="float16", verbosity=0)
     assert all(model(X).dtype is torch.float32 for _ in range(6))
+
+
+def test_a_compiled_pad_has_such_a_number() -> None:
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        with amp.auto_cast(dtype="float16"):
+            return F.pad(x, (1, 0), value=-1e9)
+
+    assert torch.equal(torch.compile(padded, backend="eager")(X.half()), padded(X))

@@ -633,6 +633,10 @@ def test_a_thread_without_casts_checkpoints_as_ever() -> None:
     assert found == [FP32, FP32]
 
 
+def interrupted(hook: None) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_function_that_this_torch_lacks_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("halfstep_tests_of_patches")
     module.there = len  # type: ignore[attr-defined]
@@ -643,6 +647,9 @@ def test_a_function_that_this_torch_lacks_is_not_wrapped(monkeypatch: pytest.Mon
         patches.hold(holder)
         assert module.there is max
     assert not hasattr(module, "absent")
+    with pytest.raises(KeyboardInterrupt):
+        Patches({(module.__name__, "there"): lambda own: len}, {interrupted: None}).hold(1)
+    assert module.there is max  # an interrupted holder undoes what it installed
     for holder in (1, 1, 3):
         patches.release(holder)
         assert module.there is max

@@ -275,10 +275,7 @@ def bounded_through_a_view(self: Any, x: torch.Tensor) -> Any:
     return y
 
 
-IN_PLACE = [written_behind_a_view, written_behind_two_views, bounded_through_a_view]
-
-
-@pytest.mark.parametrize("forward", IN_PLACE)
+@pytest.mark.parametrize("forward", [written_behind_a_view, written_behind_two_views, bounded_through_a_view])
 def test_what_a_write_in_place_changes_is_read_after_it(forward: Callable[..., Any]) -> None:
     x, model = 5 * torch.randn(2, 8), Made(forward, a=nn.Linear(8, 8), c=nn.Linear(2, 8))
     program = static.capture(model, None, [x])

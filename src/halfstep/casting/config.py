@@ -139,8 +139,7 @@ def _key_of(dtype: torch.dtype | None, lists: Any, **settings: Any) -> str:
 
     Dynamo calls this function without tracing it, and treats the key as a constant.
     """
-    chosen = OpLists.parse(lists) if isinstance(lists, str) else lists
-    return CastingConfig(dtype, chosen, **settings).key
+    return CastingConfig(dtype, OpLists.parse(lists) if isinstance(lists, str) else lists, **settings).key
 
 
 NOTHING = CastingConfig(None, enabled=False, emulate=False, devices=NATIVE)

@@ -93,7 +93,8 @@ class Patches:
 
     def hold(self, holder: object) -> None:
         """Install the replacements until this holder and every other holder have released them."""
-        with self._lock:
+        with self._lock, ExitStack() as interrupted:
+            interrupted.callback(self.release, holder)
             first = not self._holders
             self._holders.add(holder)
             for (module, name), wrap in self._wraps.items() if first else ():
@@ -104,12 +105,14 @@ class Patches:
                     setattr(owner, name, wrap(original))
             for register, hook in self._hooks.items() if first else ():
                 self._undo.callback(register(hook).remove)
+            interrupted.pop_all()
 
     def hold_while(self, owner: object) -> None:
         """Hold the replacements until Python frees an owner; a second call does nothing."""
         if id(owner) not in self._holders:
-            self.hold(id(owner))
+            # The finalizer comes first, so that an interrupt between the two leaves no holder without it.
             weakref.finalize(owner, self.release, id(owner)).atexit = False
+            self.hold(id(owner))
 
     def release(self, holder: object) -> None:
         """Remove a holder, and restore torch's originals if it was the last; a second call does nothing."""

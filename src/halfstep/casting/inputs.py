@@ -106,8 +106,7 @@ def _holds_large_integers(values: torch.Tensor, dtype: torch.dtype) -> bool:
     captured = values.is_cuda and torch.cuda.is_current_stream_capturing()
     if values.dtype is not torch.float32 or values.dim() > _MOST_DIMENSIONS or not values.numel() or captured:
         return False
-    largest = float(values.abs().max())
-    return 2 / torch.finfo(dtype).eps < largest <= _LARGEST_INTEGER and values.equal(values.round())
+    return 2 / torch.finfo(dtype).eps < float(values.abs().max()) <= _LARGEST_INTEGER and values.equal(values.round())
 
 
 def write_back(casts: Made) -> None:

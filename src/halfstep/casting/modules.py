@@ -447,8 +447,7 @@ def remove_hooks(model: nn.Module) -> None:
 
 def _is_ours(hook: Any) -> bool:
     hook = getattr(hook, "hook", hook)  # torch wraps state dict hooks
-    owner = getattr(hook, "__self__", hook)
-    return isinstance(owner, (ModuleHooks, SaveAs)) or hook is load_masters
+    return isinstance(getattr(hook, "__self__", hook), (ModuleHooks, SaveAs)) or hook is load_masters
 
 
 def device_types(models: Iterable[nn.Module]) -> set[str] | None:

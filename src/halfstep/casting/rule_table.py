@@ -14,6 +14,7 @@ from ..core.oplists import OpLists
 from ..core.oplists.dtypes import FIRST, FLOAT, HALF, WIDEST, read_in
 from ..core.oplists.names import dispatcher_spellings, spellings
 from ..core.oplists.tables import NATIVE, Op, row_of
+from ..torch_internals.compiler_compat import show_to_modes
 from . import rules
 from .composites import composite_rule, is_composite_of
 from .dispatch import ByNumbers, Rule, method_name
@@ -157,4 +158,5 @@ def build_table(ops: OpRules) -> dict[Callable[..., Any] | str, Rule | ByNumbers
     table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
     table[torch.Tensor.unflatten] = rules.unflatten
     table |= {method: rule for func, rule in table.items() if callable(func) and (method := method_name(func))}
+    show_to_modes(func for func in table if callable(func))
     return table

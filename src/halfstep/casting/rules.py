@@ -222,8 +222,7 @@ def banned(name: str, hint: str, mode: CastMode, func: Callable[..., Any], args:
 def dense_only(name: str, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a product with a sparse matrix in fp32, because torch has no 16-bit kernels for its backward pass."""
     if any(isinstance(a, torch.Tensor) and a.layout in _SPARSE for a in (*args, *kwargs.values())):
-        shielded = functools.partial(_uncast, mode, func)
-        return _call_in(torch.float32, name, mode, shielded, args, kwargs)
+        return _call_in(torch.float32, name, mode, functools.partial(_uncast, mode, func), args, kwargs)
     return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
 
 

@@ -124,8 +124,7 @@ def has_units(device: torch.device, dtype: torch.dtype, kind: str) -> bool:
         kind: one of ``core.oplists.tables.KINDS``.
     """
     if device.type == "cpu":
-        fast = dtype is torch.bfloat16 or kind in _FLOAT16_ON_CPU
-        return fast and bool(cpu_units(dtype))
+        return (dtype is torch.bfloat16 or kind in _FLOAT16_ON_CPU) and bool(cpu_units(dtype))
     capability = _cuda_capability(device)
     return capability is None or capability >= CUDA_CAPABILITY[dtype]
 

@@ -89,6 +89,7 @@ class Policy:
         return self.op_lists is not None and self.param_dtype not in HALF_DTYPES
 
     @classmethod
+    @removed_arguments("keep_casts")
     def from_level(cls, level: str, dtype: torch.dtype | str = torch.float16) -> Policy:
         """Make the policy of an opt level in a 16-bit dtype.
 

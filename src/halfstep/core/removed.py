@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -55,6 +56,9 @@ def raise_removed(name: str) -> None:
 
     Raises:
         RemovedNameError: if the name was removed; an ``AttributeError``, so that ``hasattr`` is False.
+        ImportError: instead, if the caller of ``__getattr__`` is the import system: ``from halfstep.amp import name``.
+            It drops an ``AttributeError`` with its message.
     """
     if name in _REMOVED:
-        raise RemovedNameError(f"halfstep.{name} was removed. {_REMOVED[name]}")
+        imports = sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap"
+        raise (ImportError if imports else RemovedNameError)(f"halfstep.{name} was removed. {_REMOVED[name]}")

@@ -240,8 +240,7 @@ class FusedMuon(FusedOptimizer):
 
 def _takes_muon(group: Hyper) -> bool:
     """True if the parameters of a group take Muon: groups of torch's Muon do not say so."""
-    taken: bool = group.get("use_muon", True)
-    return taken
+    return bool(group.get("use_muon", True))
 
 
 def _rate(group: Hyper, rows: int, columns: int) -> float:

@@ -533,8 +533,7 @@ def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
     """Return a 0-dim float32 tensor, 1.0 if any pass overflowed."""
     if len(records) == 1:
         return records[0].found_inf
-    device = records[0].found_inf.device
-    return torch.stack([p.found_inf.to(device) for p in records]).amax()
+    return torch.stack([p.found_inf.to(records[0].found_inf.device) for p in records]).amax()
 
 
 _MANY = 64

@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
+import torch.overrides
 from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
 from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
@@ -45,6 +46,7 @@ __all__ = [
     "own_code",
     "register_backend",
     "set_code_exec_strategy",
+    "show_to_modes",
     "size_expression",
     "size_value",
     "traced_as_constant",
@@ -114,6 +116,18 @@ def traced_as_constant(function: F) -> F:
     return function
 
 
+def show_to_modes(functions: Iterable[Callable[..., Any]]) -> None:
+    """Let Dynamo give calls of functions to function modes, as eager mode does.
+
+    Dynamo (torch 2.13) gives a mode only the calls of functions that ``torch.overrides`` lists. ``F.pad`` is one, but
+    Dynamo traces into it, and the call of ``torch._C._nn.pad`` in it would run without its casts.
+    """
+    listed = torch.overrides.get_overridable_functions().setdefault(torch._C, [])
+    listed.extend(set(functions).difference(listed))
+    if (tracer := sys.modules.get("torch._dynamo.variables.torch")) is not None:  # has copied the lists
+        tracer.get_overridable_functions().update(listed)
+
+
 @traced_as_constant
 def tracer_follows_autocast() -> bool:
     """True if Dynamo, which calls this while tracing, follows ``enter_autocast``; torch 2.11's does not."""
@@ -171,8 +185,7 @@ class FakeMode:
         if not any(free):
             return self._mode.from_tensor(tensor, static_shapes=True)
         sizes = [DimDynamic.DYNAMIC if unknown else DimDynamic.STATIC for unknown in free]
-        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
-        return self._mode.from_tensor(tensor, symbolic_context=context)
+        return self._mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a function on fake tensors, without gradients."""

@@ -30,5 +30,4 @@ class _Together(torch.autograd.Function):
 
 def cast_together(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast tensors of another dtype in one multi-tensor call; differentiable."""
-    cast: tuple[torch.Tensor, ...] = _Together.apply(dtype, *tensors)  # type: ignore[no-untyped-call]
-    return cast
+    return tuple(_Together.apply(dtype, *tensors))  # type: ignore[no-untyped-call]

@@ -166,8 +166,7 @@ class OpLists:
         if self.level in ("native", "none"):
             return "free", ""
         if self.level == "OD" and op.reason != "matrix-unit":
-            reason = op.reason if op.list == "float" else "default"
-            return ("float", reason) if computes(op.name) else ("free", "")
+            return ("float", op.reason if op.list == "float" else "default") if computes(op.name) else ("free", "")
         if op.list == "half" or (self.level == "O1" and op.list in ("float", "banned")) or op.reason in _ALSO_AT_O2:
             return op.list, op.reason
         if op.list == "banned":
