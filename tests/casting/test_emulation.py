@@ -18,6 +18,7 @@ from halfstep.casting import config, emulation
 from halfstep.casting.scope import OpCasting
 from halfstep.core import hardware
 from halfstep.core.oplists.tables import KINDS
+from tests.support.backends import needs_compiler
 from tests.support.worlds import BF16, FP16, FP32, HALVES, scaled_backward, step_and_clear, with_optimizer
 
 INDUCTOR = "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"  # torch 2.13 says so of itself
@@ -271,8 +272,8 @@ def test_model_fit_and_graph_mode(dtype: torch.dtype) -> None:
     ("backend", "level", "dtype"),
     [
         *(("aot_eager", level, dtype) for level in ("O1", "O2", "O3") for dtype in HALVES),
-        ("inductor", "O1", BF16),
-        ("inductor", "O2", FP16),
+        pytest.param("inductor", "O1", BF16, marks=needs_compiler),
+        pytest.param("inductor", "O2", FP16, marks=needs_compiler),
     ],
 )
 def test_compiled(dtype: torch.dtype, backend: str, level: str) -> None:
@@ -293,6 +294,7 @@ def test_compiled(dtype: torch.dtype, backend: str, level: str) -> None:
         torch.testing.assert_close(fast, eager, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
 
 
+@needs_compiler
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings(INDUCTOR)
 def test_a_compiled_float16_overflow_is_seen() -> None:

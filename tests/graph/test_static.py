@@ -22,6 +22,7 @@ from halfstep.casting.graph.cast_pass import cast_graph
 from halfstep.casting.graph.min_cut import fewest_casts
 from halfstep.core.hardware import has_units
 from halfstep.core.oplists import OpLists
+from tests.support.backends import needs_compiler
 from tests.support.worlds import BF16, FP16, Made, unscaled_step
 
 
@@ -312,7 +313,7 @@ def test_the_cut_is_a_minimum(data: st.DataObject) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_training_learns_and_trains_the_models_own_parameters(level: str, compiled: bool) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -553,7 +554,7 @@ def test_the_backend_with_convolutions_and_other_batch_sizes(emulate: bool) -> N
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("inductor", [False, True])
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=needs_compiler)])
 def test_the_pass_as_a_backend_of_torch_compile(inductor: bool) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
     compiled = torch.compile(model, backend="halfstep", options={"inductor": inductor, "dtype": "bfloat16"})

@@ -9,12 +9,11 @@ import json
 
 import pytest
 
+from halfstep.kernels.backends import compiler
 from tests.support.optimizer_sweep import HOWS
 from tests.support.sweeps import Found, run
 
-EXCEPTIONS = {
-    "fused": {"Muon": "torch's products are in bfloat16, and fused ones in fp32 on a CPU without units for it"}
-}
+EXCEPTIONS = {"fused": {"Muon": "torch's products are bfloat16, and fused ones fp32 on a CPU without units for it"}}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,8 @@ def found(request: pytest.FixtureRequest) -> Found:
 @pytest.mark.parametrize("how", HOWS)
 def test_every_setting_steps_as_on_fp32_weights(found: Found, how: str) -> None:
     assert found[how]["cases"] > 350
-    exceptions, wrong = EXCEPTIONS.get(how, {}), found[how]["wrong"]
+    wrong = found[how]["wrong"]
+    exceptions = EXCEPTIONS.get(how, {}) if compiler.available() else {}  # without it torch's own steps run
     assert not {name: problems for name, problems in wrong.items() if name.partition(",")[0] not in exceptions}, (
         json.dumps(wrong, indent=1)
     )
