@@ -25,7 +25,7 @@ ELEMENTS = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
-    parser.add_argument("--tensors", type=int, nargs="+", default=[1, 100, 1600], metavar="N")
+    parser.add_argument("--tensors", type=int, nargs="+", default=[1, 10, 100, 1600], metavar="N")
 
 
 def run(args: argparse.Namespace) -> int:

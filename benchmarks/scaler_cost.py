@@ -24,7 +24,7 @@ SIZE = 16  # values in a tensor
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
     parser.set_defaults(steps=300)
-    parser.add_argument("--tensors", type=int, nargs="+", default=[1, 100, 1600], help="default: 1 100 1600")
+    parser.add_argument("--tensors", type=int, nargs="+", default=[1, 10, 100, 1600], help="default: 1 10 100 1600")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import array
 import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +32,8 @@ __all__ = [
 ]
 
 _KIND = attrgetter("dtype", "layout")
+_NUMBERS = {float, int, bool}
+_STRIDE, _ADDRESS = torch.Tensor.stride, torch.Tensor.data_ptr
 
 Number = float | torch.Tensor
 
@@ -85,7 +87,9 @@ class TensorTable:
     def __init__(self, columns: Mapping[str, Column], compute_dtype: torch.dtype | None = None) -> None:
         self._placements = placements_of(next(iter(columns.values()))[1][0])
         self.columns = {name: (storage, tuple(map(locals_of, parts))) for name, (storage, parts) in columns.items()}
-        first = next(iter(self.columns.values()))[1][0]
+        self._first = name, storage = next((name, storage) for name, (storage, _) in self.columns.items())
+        first = self.columns[name][1][0]
+        self._kinds = {(storage.dtypes[0], torch.strided)}
         self._strides = [t.stride() for t in first]
         self._length = len(first)
         self.device = first[0].device if first else torch.device("cpu")
@@ -127,13 +131,10 @@ class TensorTable:
             if placements_of(tensors) != self._placements:
                 return False
             tensors = locals_of(tensors)
-        name = next(iter(self.columns))
-        storage = self.columns[name][0]
         # A step runs this for every gradient, so the loops run in ``map``.
-        if not {*map(_KIND, tensors)} <= {(storage.dtypes[0], torch.strided)}:
+        if not {*map(_KIND, tensors)} <= self._kinds or list(map(_STRIDE, tensors)) != self._strides:
             return False
-        if list(map(torch.Tensor.stride, tensors)) != self._strides:
-            return False
+        name, storage = self._first
         self.columns[name] = (storage, (tensors,))
         return self._addresses is None or self._addresses.update(tensors)
 
@@ -175,11 +176,21 @@ class AddressTable:
             if not _alike(list(itertools.compress(row, alike)))
         }
         self.lengths = [t.numel() for t in self.parts[0]]
+        # All parts but the first, and their addresses.
+        self._others = list(itertools.chain.from_iterable(self.parts[1:]))
+        self._known = list(map(_ADDRESS, self._others))
+        rows = len(self.lengths)
+        self._flat = array.array("q", [0] * rows + self._known)  # on a CPU it is the memory of ``values``
+        for i, copies in self.staged.items():
+            for part, scratch in enumerate(copies):
+                if scratch is not None:
+                    self._flat[part * rows + i] = scratch.data_ptr()
+        self._on_host = self.device.type != "cuda"
         self.values = torch.empty(0, dtype=torch.int64, device="cpu")
+        if self._on_host and rows:
+            self.values = torch.frombuffer(self._flat, dtype=torch.int64)
         self._replayed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._known: list[list[int]] = []
-        self._flat = array.array("q")  # on a CPU it is the memory of ``values``
-        self.update(next(iter(table.columns.values()))[1][0])
+        self.update(next(iter(table.columns.values()))[1][0])  # the list that a step clears
 
     def update(self, tensors: list[torch.Tensor]) -> bool:
         """Use new tensors as the first column, and write their addresses if these changed.
@@ -188,31 +199,20 @@ class AddressTable:
             False if the memory of another column was replaced: its layout may also have changed.
         """
         self.parts[0] = tensors
-        found = [list(map(torch.Tensor.data_ptr, part)) for part in self.parts]
-        for i, copies in self.staged.items():
-            for addresses, scratch in zip(found, copies, strict=True):
-                if scratch is not None:
-                    addresses[i] = scratch.data_ptr()
-        if found == self._known:
-            return True
-        if self._known and found[1:] != self._known[1:]:
+        if list(map(_ADDRESS, self._others)) != self._known:
             return False
-        begun, self._known = bool(self._known), found
-        if not tensors:
-            return True
-        if begun and self.device.type != "cuda":  # no running kernel reads the old addresses
-            self._flat[: len(tensors)] = array.array("q", found[0])
-            return True
-        self._flat = array.array("q", itertools.chain.from_iterable(found))
-        host = torch.frombuffer(self._flat, dtype=torch.int64)
-        if self.device.type != "cuda":
-            self.values = host
-            return True
-        # Torch's caching host allocator keeps a pinned buffer until its copy has run.
-        host = host.pin_memory()
-        self.values = host.to(self.device, non_blocking=True)
-        if torch.cuda.is_current_stream_capturing():
-            self._replayed.append((host, self.values))  # a graph copies at every replay
+        found = array.array("q", map(_ADDRESS, tensors))
+        for i, copies in self.staged.items():
+            found[i] = copies[0].data_ptr()  # type: ignore[union-attr]
+        if self._on_host:  # no running kernel reads the old addresses
+            self._flat[: len(tensors)] = found
+        elif tensors and not (len(self.values) and found == self._flat[: len(tensors)]):
+            self._flat[: len(tensors)] = found
+            # Torch's caching host allocator keeps a pinned buffer until its copy has run.
+            host = torch.frombuffer(self._flat, dtype=torch.int64).pin_memory()
+            self.values = host.to(self.device, non_blocking=True)
+            if torch.cuda.is_current_stream_capturing():
+                self._replayed.append((host, self.values))  # a graph copies at every replay
         return True
 
     def tensors(self, part: int) -> list[torch.Tensor]:
@@ -269,26 +269,26 @@ class ScalarTable:
 
     def __init__(self, names: Sequence[str], rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.zeros(max(len(names), 1), rows, dtype=dtype, device=device)
-        self._lines = [(i, name, line) for i, (name, line) in enumerate(zip(names, self.values.unbind(), strict=False))]
+        self._lines = list(zip(names, self.values.unbind(), strict=False))
         self._last: dict[str, float] = {}
         self._host: Any = None  # the memory of the only row on a CPU: written faster than an op fills it
-        if rows == 1 and device.type == "cpu":
+        if rows == 1 and len(names) > 1 and device.type == "cpu":
             number = ctypes.c_double if dtype is torch.float64 else ctypes.c_float
-            self._host = (number * len(self.values)).from_address(self.values.data_ptr())
+            self._host, self._numbers = (number * len(names)).from_address(self.values.data_ptr()), itemgetter(*names)
 
     def fill(self, scalars: Scalars) -> torch.Tensor:
         """Write this step's scalars, numbers of the host only if they changed. Reads nothing from the device."""
         last = self._last
-        for i, name, line in self._lines:
+        if self._host is not None and _NUMBERS.issuperset(map(type, numbers := self._numbers(scalars))):
+            self._host[:] = numbers
+            last.clear()
+            return self.values
+        for name, line in self._lines:
             value = scalars[name]
             if isinstance(value, torch.Tensor):
                 (line.view(torch.int32) if value.dtype is torch.int32 else line).copy_(value, non_blocking=True)
                 last.pop(name, None)
-            elif last.get(name) == value:
-                continue
-            elif self._host is not None:
-                self._host[i] = last[name] = value
-            else:
+            elif last.get(name) != value:
                 line.fill_(value)
                 if self.values.is_cuda and torch.cuda.is_current_stream_capturing():
                     self._last.pop(name, None)  # capturing did not fill the line; each replay will

@@ -51,7 +51,7 @@ class StateSpec(NamedTuple):
 
 NUMBER = StateSpec(None)
 FIRST_MOMENT, SECOND_MOMENT = StateSpec(torch.float32, 0.0, "first"), StateSpec(torch.float32, 0.0, "second")
-_GRAD = attrgetter("grad")
+_GRAD, _ADDRESS, _NONES = attrgetter("grad"), torch.Tensor.data_ptr, itertools.repeat(None)
 StateLayout = Mapping[str, StateSpec]
 
 _ODD = 0x85EBCA6B, 0x9E3779B1  # large odd constants: parameters and steps draw from far-apart seeds
@@ -224,11 +224,11 @@ class GroupRows:
     ) -> None:
         self._params = list(params)
         self._plain = ORDINARY.issuperset(map(type, params))
-        self._addresses = list(map(torch.Tensor.data_ptr, locals_of(params)))
+        self._addresses = list(map(_ADDRESS, locals_of(params)))
         self._layout = dict(layout)
         self._state = state
         grads = [p.grad for p in params]
-        self._missing = list(map(is_, grads, itertools.repeat(None)))
+        self._missing = list(map(is_, grads, _NONES))
         there = [i for i, grad in enumerate(grads) if grad is not None]
         for i in there:
             check_gradient(params[i], grads[i])  # type: ignore[arg-type]
@@ -266,10 +266,10 @@ class GroupRows:
         if state is not self._state or len(params) != len(self._params) or layout != self._layout:
             return False
         grads = list(map(_GRAD, params))
-        if list(map(is_, grads, itertools.repeat(None))) != self._missing or not all(map(is_, params, self._params)):
+        if list(map(is_, grads, _NONES)) != self._missing or not all(map(is_, params, self._params)):
             return False
         here = params if self._plain else locals_of(params)
-        if list(map(torch.Tensor.data_ptr, here)) != self._addresses:  # param.data = x
+        if list(map(_ADDRESS, here)) != self._addresses:  # param.data = x
             return False
         for rows in self.rows:
             if not known and not all(map(is_, map(state.get, rows.params), rows.states)):

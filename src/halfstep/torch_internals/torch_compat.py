@@ -28,6 +28,7 @@ from torch._C import _jit_get_schemas_for_operator as schemas_of_op
 from torch._C import _len_torch_dispatch_stack as dispatch_mode_count
 from torch._C import _len_torch_function_stack as function_mode_count
 from torch._C import _pop_torch_dispatch_stack as pop_dispatch_mode
+from torch._C import _set_grad_enabled as set_grad_mode
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_hooks
 from torch._C._autograd import _saved_tensors_hooks_is_enabled as saved_hooks_allowed  # type: ignore[attr-defined]
@@ -139,6 +140,7 @@ __all__ = [
     "schemas_of_op",
     "set_found_inf",
     "set_fsdp_policy",
+    "set_grad_mode",
     "step_hooks",
     "storage_of",
     "subclass_over",
