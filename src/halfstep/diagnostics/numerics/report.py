@@ -54,12 +54,13 @@ _COLORS = (
 _TINY = 1e-3  # share of a row below which an exponent does not widen the picture
 
 
-_TITLE = "Numerics of a run"
-_Findings = Sequence[Finding]
-
-
 def write_report(
-    rows: Iterable[Row], path: str | Path, *, title: str = _TITLE, command: str | None = None, findings: _Findings = ()
+    rows: Iterable[Row],
+    path: str | Path,
+    *,
+    title: str = "Numerics of a run",
+    command: str | None = None,
+    findings: Sequence[Finding] = (),
 ) -> None:
     """Write one self-contained HTML page with the pictures of a run and their tables.
 
@@ -79,18 +80,17 @@ def write_report(
     write_page(path, title, _content(found, title, command, findings))
 
 
-def _content(rows: Sequence[Row], title: str, command: str | None, more: _Findings) -> list[Markup]:
+def _content(rows: Sequence[Row], title: str, command: str | None, more: Sequence[Finding]) -> list[Markup]:
     tensors = tensors_of(rows)
     lost = grids(rows)
     steps = sorted({row.step for row in rows})
     span = f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]:,} to {steps[-1]:,}"
     dtypes = ", ".join(sorted({row.dtype for row in rows}))
     about = f"{counted(len(tensors), 'tensor')} of {span}, in {dtypes}."
-    parts = [header("halfstep numerics", title, made_by(command), about)]
-    parts += [section("What stands out", _findings([*findings_in(rows), *more], rows, lost))]
+    stands_out = section("What stands out", _findings([*findings_in(rows), *more], rows, lost))
+    parts = [header("halfstep numerics", title, made_by(command), about), stands_out]
     for kind in _NAMES:
-        of_kind = [each for each in tensors if each.kind == kind and each.exponents]
-        if of_kind:
+        if of_kind := [each for each in tensors if each.kind == kind and each.exponents]:
             parts.append(section(f"{_NAMES[kind]}: the distribution of exponents", _exponents(kind, of_kind)))
     parts.append(section("Headroom over time", *_headroom(tensors)))
     if lost:
@@ -101,7 +101,7 @@ def _content(rows: Sequence[Row], title: str, command: str | None, more: _Findin
 # ---- the sections
 
 
-def _findings(found: _Findings, rows: Sequence[Row], lost: Sequence[UpdateGrid]) -> Markup:
+def _findings(found: Sequence[Finding], rows: Sequence[Row], lost: Sequence[UpdateGrid]) -> Markup:
     """Make the section of findings: from a ``Monitor``'s rules, the likely cause first, and from the whole run."""
     said = [f"{e.code} {e.severity} at {e.where}: {e.message.rstrip('.')}. Fix: {e.fix.rstrip('.')}." for e in found]
     bad = [row for row in rows if not row.is_finite]
@@ -109,8 +109,7 @@ def _findings(found: _Findings, rows: Sequence[Row], lost: Sequence[UpdateGrid])
         first = min(row.step for row in bad)
         names = [f"{row.module} ({row.tensor})" for row in bad if row.step == first]
         said.append(f"inf or NaN first at step {first:,}: in {listed(names)}.")
-    rounded = [each for each in lost if each.lost >= 0.5]
-    if rounded:
+    if rounded := [each for each in lost if each.lost >= 0.5]:
         worst = max(rounded, key=lambda each: each.lost)
         others = f" {len(rounded)} of {len(lost)} parameters lose at least half." if len(rounded) > 1 else ""
         text = f"of the updates of {worst.name} are too small to change a weight in {worst.dtype}."
