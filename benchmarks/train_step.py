@@ -1,7 +1,8 @@
 """``TrainStep`` on two small models: a step of torch's usual loop, of that loop compiled, and of ``TrainStep``.
 
-The models are three linear layers and a transformer block, both 256 wide. The baseline is torch.autocast with
-``AdamW(fused=True)``, with a ``GradScaler`` in float16. ``TrainStep`` is at O2 with ``FusedAdam``.
+The models are three linear layers and a transformer block, both 256 wide. The usual loop has ``AdamW(fused=True)``, in
+fp32 and under torch.autocast, which is the baseline and has a ``GradScaler`` in float16. ``TrainStep`` is at O2 with
+``FusedAdam``.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def contenders(name: str, device: torch.device, dtype: torch.dtype) -> list[Cont
         }
     return [
         Contender(BASELINE, _loop(fresh(), batch, target, dtype)),
+        Contender("fp32, eager", _loop(fresh(), batch, target, torch.float32)),
         Contender("torch.autocast, torch.compile", _loop(fresh(), batch, target, dtype, compiled=True)),
         *(Contender(way, _train_step(fresh(), batch, target, dtype, **options)) for way, options in ways.items()),
     ]
@@ -90,7 +92,7 @@ def _loop(
     forward: Any = torch.compile(model) if compiled else model
 
     def step() -> None:
-        with torch.autocast(device, dtype):
+        with torch.autocast(device, dtype, enabled=dtype is not torch.float32):
             loss = F.mse_loss(forward(batch).float(), target)
         scaler.scale(loss).backward()
         scaler.step(optimizer)

@@ -92,7 +92,7 @@ RUNS = {  # what is run, what it prints, and its first contenders
     ),
     "train_step --models mlp --steps 2": (
         "",
-        [f"{name}, mlp" for name in ("torch.autocast, eager", "torch.autocast, torch.compile", "TrainStep, eager")],
+        [f"{name}, mlp" for name in ("torch.autocast, eager", "fp32, eager", "torch.autocast, torch.compile")],
     ),
     "emulation --dtype bfloat16 --no-native --steps 1 --max-seconds 0": (
         "units",
