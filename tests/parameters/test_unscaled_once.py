@@ -41,8 +41,7 @@ CASES: dict[tuple[int, Callable[[torch.Tensor], object]], bool] = {
 @pytest.mark.parametrize(("losses", "change"), CASES)
 def test_a_gradient_is_unscaled_until_something_is_added(losses: int, change: Callable[[torch.Tensor], object]) -> None:
     p, other = params()
-    once = Iteration()
-    once.note([p])
+    once = Iteration(noted=[[[p], [p.grad], []]])
     for _ in range(losses):
         once.fix_versions()
     change(p)
@@ -51,13 +50,11 @@ def test_a_gradient_is_unscaled_until_something_is_added(losses: int, change: Ca
 
 def test_a_parameter_noted_twice_is_found_once_and_without_a_gradient_not_at_all() -> None:
     p, q = params()
-    once = Iteration()
-    once.note([p, q])
-    once.note([p])
+    once = Iteration(noted=[[[p, q], [p.grad, q.grad], []], [[p], [p.grad], []]])
     assert once.among([p, q]) == {id(p), id(q)}
     q.grad = None
     assert once.among([p, q]) == {id(p)}
-    once.note([q])
+    once.noted.append([[q], [q.grad], []])
     replace(q)  # a gradient that came after the note is still scaled
     assert once.among([p, q]) == {id(p)}
 

@@ -338,7 +338,7 @@ class GradScaler(ScalerSettings):
         window.close()
         if window.ranks.reductions:
             share_overflow(window.records, [window.ranks])
-        iteration.note(params)
+        iteration.noted.append([params, [p.grad for p in params], []])
         return result
 
     def _evaluating(

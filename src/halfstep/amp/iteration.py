@@ -21,14 +21,15 @@ class Iteration:
     """The stage of each optimizer in an iteration, the overflow flags, and the gradients that are already unscaled.
 
     Two optimizers of one scaler may share a parameter, whose gradient must be unscaled only once. It counts as unscaled
-    if it is the tensor that ``note`` recorded, until a backward pass of a later loss adds to it. Changes before that
+    if it is the tensor in ``noted``, until a backward pass of a later loss adds to it. Changes before that
     loss was scaled, such as clipping, do not count.
 
     Attributes:
         states: the stage and overflow flags of each optimizer, by its ``id``, in the format of torch's scaler.
         windows: the windows of the optimizers whose gradients were unscaled.
         losses: the number of scaled losses.
-        noted: the parameters and gradients of each call of ``note``, and their versions when the next loss was scaled.
+        noted: for each optimizer, the parameters, the gradients that are unscaled, and the versions of these when the
+            next loss was scaled.
     """
 
     states: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(new_optimizer_state))
@@ -64,10 +65,6 @@ class Iteration:
         for flag in flags[1:]:
             found_inf = torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True))
         return found_inf
-
-    def note(self, params: Sequence[torch.Tensor]) -> None:
-        """Record that the gradients of these parameters are unscaled."""
-        self.noted.append([params, [p.grad for p in params], []])
 
     def fix_versions(self) -> None:
         """Record the versions of unscaled gradients when a loss is scaled, to which a pass of that loss may add."""

@@ -384,9 +384,10 @@ class Gradients:
         for slot in self._rows:
             slot.grad.saved = None
         self._pending = []
-        if self._ready_for == self.table.generation or not self.table.fp32_grads:
+        slots = self.table.refresh() if self.table.fp32_grads else []
+        if not slots or self._ready_for == self.table.generation:
             return
-        for slot in self.table.slots:
+        for slot in slots:
             grad = slot.param.grad
             if slot.fp32 and slot.reduced and grad is not None and grad.dtype is not slot.param.dtype:
                 # A wrapper requires gradients of the parameter's dtype, even if they are zero.

@@ -437,7 +437,6 @@ class Window:
             if self.release is not None:
                 self.release.abandon()
             self.close()
-        self.keeper.table.refresh()
         self.keeper.gradients.clear()
         if self.state not in UNSAFE:
             self.state = WindowState.IDLE
