@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.oplists.tables import row_of
@@ -93,14 +93,14 @@ class Work:
     piece: Piece
     kind: str
     op: str
-    dtype: str
-    count: int
-    bytes: float
-    product: Product | None
-    zeroes: bool
-    accumulates: bool
-    tensors: Collection[tuple[int, ...]]
-    whole: Call | None
+    dtype: str = ""
+    count: int = 0
+    bytes: float = 0.0
+    product: Product | None = None
+    zeroes: bool = False
+    accumulates: bool = False
+    tensors: Collection[tuple[int, ...]] = ()
+    whole: Call | None = None
 
     @property
     def sizes(self) -> str:
@@ -110,47 +110,49 @@ class Work:
 
 def works_of(pieces: Iterable[Piece]) -> list[Work]:
     """Say what pieces are. Calls that are alike are described once: a step repeats a few of them."""
-    known: dict[Any, tuple[Any, int]] = {}
-    found = []
+    known: dict[Any, tuple[Work, int]] = {}
+    works = []
     for piece in pieces:
         call = piece.call
         like = piece.name if call is None else call.like or call
         if like not in known:
-            known[like] = _described(like)
-        facts, outwards = known[like]
-        found.append(Work(piece, *(*facts, call and next(itertools.islice(call.chain(), outwards, None)))))
-    return found
+            known[like] = _kernel_without_op(piece) if call is None else _described(piece, [*call.chain()])
+        work, depth = known[like]
+        whole = call and next(itertools.islice(call.chain(), depth, None))
+        works.append(replace(work, piece=piece, whole=whole))
+    return works
 
 
-def _described(call: Call | str) -> tuple[Any, int]:
-    """Return what ``Work`` says of a call or a kernel without one, and how many calls out the outermost product is."""
-    if isinstance(call, str):
-        kind = "communication, exposed" if any(word in call.lower() for word in _SENDS[:2]) else "not named"
-        return (kind, call, "", 0, 0.0, None, False, False, ()), 0
-    chain = list(call.chain())
-    names = [each.name for each in chain]
-    told = next((each for each in chain if any(isinstance(size, list) and size for size in each.dims)), call)
-    products = [each for each in chain if _is_product(each.name)]
-    main = products[0] if products else None
-    counts, sizes = [_count(each) for each in told.dims], [SIZES.get(dtype, 0) for dtype in told.dtypes]
-    dtype = next((dtype for dtype, count in zip(told.dtypes, counts, strict=False) if dtype and count), "")
-    kind, op = _kind(names, told, main), _short(told.name)
-    read = sum(count * size for count, size in zip(counts, sizes, strict=False))
-    count = max((count for count, size in zip(counts, sizes, strict=False) if size), default=0)
-    product = None
-    if kind == "products" and main is not None:
-        known = next((each for each in chain[chain.index(main) :] if _has_shapes(each)), main)
-        product, op = _product(known), _short(known.name)
-        dtype = next(filter(None, known.dtypes), dtype)
-    fills = any(_short(name) in ("zero_", "_foreach_zero_", "fill_") for name in names)
-    bare = all(each.mark or _short(each.name) in ("zero_", "_foreach_zero_", "fill_") for each in chain)
-    zeroes = fills and bare and not any("Optimizer.step" in name for name in names)
-    made = product.batch * product.m * product.n if product is not None and product.what == "product" else count
-    moved = float(read + made * (SIZES.get(dtype, 0) if op not in ("zero_", "fill_") else 0))
-    accumulates = any("AccumulateGrad" in name for name in names)
-    tensors = {tuple(d) for each in chain for d in each.dims if isinstance(d, list) and d and isinstance(d[0], int)}
-    facts = kind, op, dtype, count, moved, product, zeroes, accumulates, tensors
-    return facts, chain.index((products or [call])[-1])
+def _kernel_without_op(piece: Piece) -> tuple[Work, int]:
+    is_sent = any(word in piece.name.lower() for word in _SENDS[:2])
+    return Work(piece, "communication, exposed" if is_sent else "not named", piece.name), 0
+
+
+def _described(piece: Piece, chain: list[Call]) -> tuple[Work, int]:
+    """Describe the innermost call of a chain, and return the index of the outermost product in the chain, or 0."""
+    names = [call.name for call in chain]
+    shaped = next((call for call in chain if any(isinstance(dims, list) and dims for dims in call.dims)), chain[0])
+    products = [index for index, name in enumerate(names) if _is_product(name)]
+    work = Work(piece, _kind(names, shaped, chain[products[0]] if products else None), _short(shaped.name))
+    arguments = [(dtype, _count(dims)) for dtype, dims in zip(shaped.dtypes, shaped.dims, strict=False)]
+    floats = [(SIZES[dtype], count) for dtype, count in arguments if dtype]
+    work.dtype = next((dtype for dtype, count in arguments if dtype and count), "")
+    work.count = written = max((count for _, count in floats), default=0)
+    if work.kind == "products":
+        product = next(filter(_has_shapes, chain[products[0] :]), chain[products[0]])
+        work.product, work.op = _product(product), _short(product.name)
+        work.dtype = next(filter(None, product.dtypes), work.dtype)
+        if work.product is not None and work.product.what == "product":
+            written = work.product.batch * work.product.m * work.product.n
+    written_size = 0 if work.op in ("zero_", "fill_") else SIZES.get(work.dtype, 0)
+    work.bytes = float(sum(size * count for size, count in floats) + written * written_size)
+    fills = [call for call in chain if _short(call.name) in ("zero_", "_foreach_zero_", "fill_")]
+    only_fills = all(call.mark or call in fills for call in chain)
+    work.zeroes = bool(fills) and only_fills and not any("Optimizer.step" in name for name in names)
+    work.accumulates = any("AccumulateGrad" in name for name in names)
+    all_dims = (dims for call in chain for dims in call.dims)
+    work.tensors = {tuple(dims) for dims in all_dims if isinstance(dims, list) and dims and isinstance(dims[0], int)}
+    return work, products[-1] if products else 0
 
 
 def _kind(names: Sequence[str], told: Call, main: Call | None) -> str:
