@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import collections
 import copy
 import dataclasses
 import gc
@@ -437,40 +436,6 @@ def test_two_sessions_keep_their_own_scales(level: str) -> None:
 
 
 # ---- what is attached to the model
-
-
-class Echo(nn.Module):
-    """Returns what it was given and remembers it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.seen: Any = None
-
-    def forward(self, value: Any, **kwargs: Any) -> Any:
-        self.seen = (value, kwargs)
-        return value
-
-
-class Bag(dict):
-    """A dict subclass with a constructor of its own."""
-
-    def __init__(self, owner: str) -> None:
-        super().__init__(x=torch.ones(2))
-        self.owner = owner
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_containers_in_and_out(level: str) -> None:
-    model = amp.initialize(Echo(), opt_level=level, dtype=torch.bfloat16, verbosity=0)
-    out = model(collections.defaultdict(list, x=torch.ones(2)), extra=Bag("me"), flag=True)
-    seen, kwargs = model.seen
-    assert type(seen) is type(out) is collections.defaultdict
-    assert seen["x"].dtype is kwargs["extra"]["x"].dtype is torch.bfloat16
-    assert (kwargs["extra"].owner, kwargs["flag"]) == ("me", True)
-    assert out["x"].dtype is torch.float32
-    value = {"x": torch.arange(3)}
-    assert model(value) is value
 
 
 @pytest.mark.parametrize("level", LEVELS)

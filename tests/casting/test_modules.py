@@ -37,6 +37,14 @@ class Sample:
     label: str = "cat"
 
 
+class Bag(dict[str, Any]):
+    """A dict with a constructor of its own."""
+
+    def __init__(self, x: Any, *, owner: str) -> None:
+        super().__init__(x=x)
+        self.owner = owner
+
+
 class Box:
     """Not a container, and asked to convert itself."""
 
@@ -53,6 +61,8 @@ CONTAINERS: dict[str, Any] = {
     "named tuple": (lambda x: Pair(x, 3), lambda c: c.x),
     "dict": (lambda x: {"x": x, "n": None}, lambda c: c["x"]),
     "ordered dict": (lambda x: collections.OrderedDict(x=x), lambda c: c["x"]),
+    "default dict": (lambda x: collections.defaultdict(list, x=x), lambda c: c["x"]),
+    "a dict's own subclass": (lambda x: Bag(x, owner="me"), lambda c: c["x"]),
     "mapping proxy": (lambda x: types.MappingProxyType({"x": x}), lambda c: c["x"]),
     "set": (lambda x: {x}, lambda c: next(iter(c))),
     "frozen set": (lambda x: frozenset([x]), lambda c: next(iter(c))),
@@ -69,6 +79,7 @@ def test_a_container_is_cast_and_keeps_its_type(kind: str) -> None:
     value = make(torch.ones(2))
     cast = cast_tree(value, BF16)
     assert type(cast) is type(value)
+    assert getattr(cast, "owner", "me") == "me"
     assert (get(cast).dtype, get(value).dtype) == (BF16, FP32), "and the one that was given stays as it is"
 
 
