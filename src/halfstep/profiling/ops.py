@@ -19,7 +19,7 @@ KINDS = {
     "memory-bound ops": "ops that read and write, and compute little",
     "casts": "copies from one dtype to another",
     "optimizer": "steps of optimizers",
-    "loss scale": "gradients unscaled, and looked through for inf and NaN",
+    "loss scale": "unscaling gradients, and checking them for inf and NaN",
     "communication, hidden": "sent while the device computes",
     "communication, exposed": "sent while the device computes nothing",
     "waits for data": "from the start of a step to its first module, and in a DataLoader",
@@ -109,7 +109,7 @@ class Work:
 
 
 def works_of(pieces: Iterable[Piece]) -> list[Work]:
-    """Say what pieces are. Calls that are alike are described once: a step repeats a few of them."""
+    """Describe the work of each piece. Equal calls are described once, because a step repeats a few of them."""
     known: dict[Any, tuple[Work, int]] = {}
     works = []
     for piece in pieces:

@@ -91,7 +91,7 @@ def of_run(run: Callable[[], Any], prepare: Callable[[nn.Module, Any], Any] | No
         prepare: a function of the model and its optimizer, called after their first step, without gradients.
 
     Returns:
-        The profile; the number of steps taken if they were not more than 3.
+        The profile; or the number of steps that the script took, if it took 3 or fewer.
 
     Raises:
         UsageError: if ``prepare`` is given, and no module has the optimizer's parameters.
@@ -187,7 +187,7 @@ class OpRecorder:
             self._unhook()
 
     def stop(self) -> None:
-        """Record no longer. A step that has begun and not ended is none."""
+        """Stop recording. A step that has begun and not ended does not count."""
         self._unhook()
         if self._step is not None:
             self._step.__exit__(None, None, None)

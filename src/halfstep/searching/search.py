@@ -144,8 +144,18 @@ def search(
         if status != "found":
             found = finder.best()
     return SearchResult(
-        *(status, tuple(found), level, dtype_name(setting.dtype), unit, why, finder.tolerance),
-        *(finder.scores, {name: flops.get(name, 0) for name in units}, finder.history, setting.products, passes),
+        status=status,
+        keep=tuple(found),
+        level=level,
+        dtype=dtype_name(setting.dtype),
+        unit=unit,
+        why=why,
+        tolerance=finder.tolerance,
+        scores=finder.scores,
+        flops={name: flops.get(name, 0) for name in units},
+        runs=finder.history,
+        products=setting.products,
+        passes=passes,
     )
 
 
