@@ -99,7 +99,10 @@ def test_a_member_is_here(owner: str, name: str) -> None:
 @pytest.mark.parametrize("path", PARAMETERS)
 def test_parameters_have_the_names_and_order_of_the_original(path: str) -> None:
     expected = PARAMETERS[path]
-    assert list(inspect.signature(found(path)).parameters)[: len(expected)] == expected
+    given = found(path)
+    # Python 3.10 shows the parameters of an inherited `__new__` for a class.
+    names = list(inspect.signature(given.__init__).parameters)[1:] if isinstance(given, type) else ()
+    assert [*(names or inspect.signature(given).parameters)][: len(expected)] == expected
 
 
 # ---- what holds for all of them
