@@ -202,7 +202,7 @@ class AddressTable:
         if list(map(_ADDRESS, self._others)) != self._known:
             return False
         found = array.array("q", map(_ADDRESS, tensors))
-        for i, copies in self.staged.items():
+        for i, copies in self.staged.items():  # the first column has one element per value, so it has copies
             found[i] = copies[0].data_ptr()  # type: ignore[union-attr]
         if self._on_host:  # no running kernel reads the old addresses
             self._flat[: len(tensors)] = found
