@@ -158,7 +158,7 @@ def _cost(rounds: int) -> int:
 
     def ours() -> float:
         recorder = OpRecorder(torch.device("cpu"))
-        recorder.start()
+        recorder.recording = True
 
         def marked() -> None:
             recorder.begin()

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -370,6 +371,15 @@ def training() -> tuple[Any, nn.Module, torch.optim.Optimizer]:
         optimizer.zero_grad()
 
     return step, model, optimizer
+
+
+def test_steps_that_are_recorded_one_by_one_count_like_steps_in_one_go() -> None:
+    step, model, _ = training()
+    quick = halfstep.profile(step, model=model, steps=3)
+    slow = halfstep.profile(lambda: (step(), time.sleep(0.12)), model=model, steps=3)
+    calls = [sorted((*row[:3], row[4]) for row in found.ops if row[3] == "products") for found in (quick, slow)]
+    assert slow.steps == 3
+    assert calls[0] == calls[1] != []
 
 
 def test_a_profile_is_one_screen_and_a_page(tmp_path: Path) -> None:

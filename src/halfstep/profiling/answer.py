@@ -110,7 +110,7 @@ class Profile(Shown):
         if rows:
             parts.append(section("What would help", table(["code", "ms", "why", "where", "what to do"], rows)))
         names = ["op", "dtype", "sizes", "kind", "calls", "ms"]
-        parts.append(section("Ops", table(names, self.ops[:_MOST_ROWS])))
+        parts.append(section("Ops", table(names, self.ops)))
         write_page(path, "Why is it not faster", parts)
 
 
@@ -133,10 +133,8 @@ def _sixteen(account: Account) -> tuple[float, float]:
     saved = spent = 0.0
     best = max(("bfloat16", "float16"), key=lambda half: account.machine.flops.get(half, 0.0))
     units = best in account.machine.flops
-    for each in account.works:
+    for each in (each for each in account.works if each.kind in ("products", "memory-bound ops", "casts")):
         time = each.piece.time
-        if each.kind not in ("products", "memory-bound ops", "casts"):
-            continue
         gain = 2.0 if each.kind != "products" else max(2.0, account.machine.gain("float32", best)) if units else 1.0
         if each.kind == "casts":
             saved += time

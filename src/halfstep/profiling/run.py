@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,16 @@ from ..core.inner_optimizers import params_of, unwrap
 from .accounts import RunSettings
 from .answer import Profile, profile_of
 from .machine import cores, denormal_cost, machine_of, thread_cost
-from .trace import FORWARD, STEP, ChromeTrace, parsed, trace_of
+from .trace import FORWARD, STEP, parsed, trace_of
 
 __all__ = ["of_run", "profile"]
 
 _WARMUP, _STEPS = 3, 5  # of a script: steps before the profiled ones, and these
+_CYCLE = 0.1
+"""Seconds after which torch.profiler is stopped at the end of a step, and started again for the next one.
+
+torch keeps 12 KB or more for an op until it is stopped, and little of that is needed here. A GPU works on while the
+host prepares the next step: there, stopping between steps would change what is measured."""
 
 
 def profile(
@@ -70,7 +75,7 @@ def profile(
     recorder = OpRecorder(_device(device, model))
     for number in range(warmup + steps):
         if number == warmup:
-            recorder.start()
+            recorder.recording = True
         try:
             recorder.begin()
             step()
@@ -116,7 +121,7 @@ def of_run(run: Callable[[], Any], prepare: Callable[[nn.Module, Any], Any] | No
         if taken == _WARMUP + _STEPS:
             raise _ProfileEnded
         if taken == _WARMUP:
-            recorder.start()
+            recorder.recording = True
         if taken >= _WARMUP:
             recorder.begin()
 
@@ -155,26 +160,24 @@ class OpRecorder:
 
     Args:
         device: the device of the steps.
+
+    Attributes:
+        recording: True if steps that begin are recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.recording = False
         self._profiler: torch.profiler.profile | None = None
+        self._began = 0.0
+        self._events: list[Any] = []
         self._step: Any = None
-        self._hook: Any = None
-
-    def start(self) -> None:
-        """Begin to record."""
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
-        self._synchronize()
-        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-        with warnings.catch_warnings():  # torch 2.11 warns of what a second cycle would lose; there is one
-            warnings.filterwarnings("ignore", ".*Profiler clears events")
-            self._profiler.start()
 
     def begin(self) -> None:
         """Begin a step."""
-        if self._profiler is not None:
+        if self.recording:
+            if self._profiler is None:
+                self._start()
             self._step = record_function(STEP)
             self._step.__enter__()
             self._hook = register_module_forward_pre_hook(self._forward)
@@ -184,47 +187,58 @@ class OpRecorder:
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
-            self._unhook()
+            self._hook.remove()
+            if self.device.type == "cpu" and time.perf_counter() - self._began > _CYCLE:
+                self._collect()
 
     def stop(self) -> None:
         """Stop recording. A step that has begun and not ended does not count."""
-        self._unhook()
+        self.recording = False
         if self._step is not None:
             self._step.__exit__(None, None, None)
-        if self._profiler is not None:
-            self._synchronize()
-            with suppress(RuntimeError):  # a step that raised may have stopped it
-                self._profiler.stop()
+            self._hook.remove()
+        self._collect()
 
     def profile(self, model: nn.Module | None, optimizers: Sequence[Any]) -> Profile:
         """Make the profile of what was recorded."""
         self.stop()
-        trace, threads = self._trace(), torch.get_num_threads()
+        trace, threads = trace_of(self._events), torch.get_num_threads()
+        if self._step is not None:
+            trace.marks.remove(max((m for m in trace.marks if m.name == STEP), key=lambda mark: mark.start))
         settings = _settings(self.device, threads, model, optimizers)
         machine = machine_of(self.device, threads)
         return profile_of(trace, machine, settings, f"{machine.name}, rates {machine.source}")
 
-    def _trace(self) -> ChromeTrace:
-        assert self._profiler is not None
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
+        self._synchronize()
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        with warnings.catch_warnings():  # torch 2.11 warns of what a second cycle of a profiler would lose
+            warnings.filterwarnings("ignore", ".*Profiler clears events")
+            self._profiler.start()
+        self._began = time.perf_counter()
+
+    def _collect(self) -> None:
+        """Stop the profiler, if it runs, and keep its events."""
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        self._synchronize()
+        try:
+            profiler.stop()
+        except RuntimeError:  # a step that raised has stopped it
+            return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
-            self._profiler.export_chrome_trace(str(path))
-            self._profiler = None
-            known = parsed(path.read_text(encoding="utf-8", errors="replace"))
-        trace = trace_of([each for each in known["traceEvents"] if each is not None])
-        if self._step is not None:
-            trace.marks.remove(max((m for m in trace.marks if m.name == STEP), key=lambda mark: mark.start))
-        return trace
+            profiler.export_chrome_trace(str(path))
+            self._events += parsed(path.read_text(encoding="utf-8", errors="replace"))[0]
+        del profiler
+        gc.collect()  # a profiler of torch is part of a cycle, and has all that it recorded
 
     def _forward(self, *_: Any) -> None:
-        self._unhook()
+        self._hook.remove()
         with record_function(FORWARD):
             pass
-
-    def _unhook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -138,8 +138,8 @@ class ChromeTrace:
     @property
     def window(self) -> Interval:
         """The time that is accounted: on a GPU from its first kernel to its last, on a CPU the steps."""
-        parts: Sequence[Any] = self.pieces or self.calls
-        parts = parts if self.on_gpu else [m for m in self.marks if m.name == STEP] or self.calls
+        parts: Sequence[Any] = self.pieces if self.on_gpu else [mark for mark in self.marks if mark.name == STEP]
+        parts = parts or self.calls
         return min(each.start for each in parts), max(each.end for each in parts)
 
 
@@ -153,8 +153,7 @@ def read_trace(path: str | Path) -> ChromeTrace:
     path = Path(path)
     try:
         data = path.read_bytes()
-        known = parsed(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        trace = trace_of(_events(known), _chip(known))
+        trace = trace_of(*parsed(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data))
     except FileNotFoundError:
         raise ArgumentValueError(f"{str(path)!r} is not a file; give the path of a trace.") from None
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -170,8 +169,11 @@ def read_trace(path: str | Path) -> ChromeTrace:
     return trace
 
 
-def parsed(text: str | bytes) -> Any:
-    """Parse a trace; of each event only what is read here is kept, and the same arguments once."""
+def parsed(text: str | bytes) -> tuple[list[dict[str, Any]], str]:
+    """Parse a trace: its complete events and the name of the device, "" if it has none.
+
+    Of each event only what is read here is kept, and equal arguments are kept once.
+    """
     seen: dict[str, Any] = {}
 
     def kept(found: dict[str, Any]) -> Any:
@@ -183,17 +185,11 @@ def parsed(text: str | bytes) -> Any:
             args[name] = seen.setdefault(repr(args[name]), args[name])
         return args or found
 
-    return json.loads(text, object_hook=kept)
-
-
-def _events(known: Any) -> list[dict[str, Any]]:
-    events = known["traceEvents"] if isinstance(known, dict) else known
-    return [each for each in events if each is not None and each["ph"] == "X"]
-
-
-def _chip(known: Any) -> str:
-    devices = known.get("deviceProperties") or [] if isinstance(known, dict) else []
-    return str(devices[0].get("name", "")) if devices else ""
+    known = json.loads(text, object_hook=kept)
+    trace = known if isinstance(known, dict) else {"traceEvents": known}
+    events = [each for each in trace["traceEvents"] if each is not None and each["ph"] == "X"]
+    devices = trace.get("deviceProperties") or [{}]
+    return events, str(devices[0].get("name", ""))
 
 
 def trace_of(events: Sequence[dict[str, Any]], chip: str = "") -> ChromeTrace:
@@ -253,11 +249,8 @@ def _keys(event: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def _runtime(events: Sequence[dict[str, Any]]) -> dict[Any, list[dict[str, Any]]]:
     found: dict[Any, list[dict[str, Any]]] = {}
-    for each in events:
-        if each.get("cat") in _RUNTIME:
-            found.setdefault((each["pid"], each["tid"]), []).append(each)
-    for launched in found.values():
-        launched.sort(key=lambda event: event["ts"])
+    for each in sorted((each for each in events if each.get("cat") in _RUNTIME), key=lambda event: event["ts"]):
+        found.setdefault((each["pid"], each["tid"]), []).append(each)
     return found
 
 
