@@ -199,6 +199,7 @@ _EPS = {
     "DTYPE": WIDER,
 }
 _ADAM = {"OPTIMIZER": "torch.optim.Adam(model.parameters(), lr=0.003)"}
+_SCALED_ADAM = {**_ADAM, **TO_MASTERS, "OPTIONS": ", dtype=@DTYPE@, loss_scale=64.0"}
 _SMALL = "torch.optim.{}(model.parameters(), lr={})"
 _MASKED = {"PART": _attention("(q @ k.transpose(1, 2)).masked_fill(mask, -torch.inf)")}
 _TIME = {
@@ -231,11 +232,13 @@ _BATCH_NORM = {
 }
 _CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 _UNSCALED = {"INSIDE": f"<<||scaler.unscale_(optimizer)>>\n{_CLIP}"}
+_CLIPPED = {"INSIDE": f"<<{_CLIP}||>>", "OPTIONS": ", dtype=@DTYPE@, loss_scale=4096.0"}
 _RMS = """
     def forward(self, h):
         h = 400 * h
         return h * (h<<||.float()>>.square().mean(-1, keepdim=True) + 1e-3).rsqrt().to(h.dtype)
     """
+_SUM = {"LOSS": "<<50 * (out.half() - y.half()).square().sum()||F.mse_loss(out.float(), y)>>"}
 _MEAN = (
     "def forward(self, h):\n    h = 5000 * h.abs() + 3000\n    return h / (h<<||.float()>>.sum(-1, keepdim=True) / 32)"
 )
@@ -279,6 +282,7 @@ _DROPOUT = {
     "PART": "def forward(self, h):\n    return F.dropout(h, 0.2, self.training)",
     "FIRST_OF_STEP": "<<torch.manual_seed(0)||>>",
 }
+_STATES = {"BATCH": "state = torch.get_rng_state()", "FIRST_OF_STEP": "<<torch.set_rng_state(state)||>>"}
 _RANKS = """
     import os, tempfile
     import torch.distributed as dist
@@ -306,26 +310,12 @@ FAULTS: dict[str, list[tuple[str, str, str, dict[str, str], str, str]]] = {
     ],
     "eps lost": [
         ("mlp", "plain", FP16, {**_ADAM, **TO_MASTERS}, "HS106 error", "O2"),
-        (
-            "cnn",
-            "O3",
-            FP16,
-            {**_ADAM, **TO_MASTERS, "OPTIONS": ", dtype=@DTYPE@, loss_scale=64.0"},
-            "HS106 error",
-            "O2",
-        ),
+        ("cnn", "O3", FP16, _SCALED_ADAM, "HS106 error", "O2"),
         ("attention", "O2", FP16, _EPS, "HS116 error part", "bfloat16"),
     ],
     "learning rate": [
         ("mlp", "O0", FP32, {"OPTIMIZER": _SMALL.format("SGD", "<<20.0||0.05>>")}, "HS120", "lower the learning rate"),
-        (
-            "attention",
-            "O1",
-            BF16,
-            {"OPTIMIZER": _SMALL.format("AdamW", "<<1.0||0.01>>")},
-            "HS120",
-            "lower the learning",
-        ),
+        ("attention", "O1", BF16, {"OPTIMIZER": _SMALL.format("AdamW", "<<1.0||0.01>>")}, "HS120", "lower the lear"),
         ("cnn", "O2", FP16, {"OPTIMIZER": _SMALL.format("SGD", "<<20.0||0.05>>")}, "HS120", "lower the learning rate"),
     ],
     "lost updates": [
@@ -356,24 +346,10 @@ FAULTS: dict[str, list[tuple[str, str, str, dict[str, str], str, str]]] = {
     "clip before unscale": [
         ("mlp", "autocast", FP16, {**_UNSCALED, "SCALE": "65536.0"}, "(?i)clip.*scale", "unscale_"),
         ("cnn", "GradScaler", FP16, {**_UNSCALED, "SCALE": "65536.0"}, "(?i)clip.*scale", "unscale_"),
-        (
-            "attention",
-            "O2",
-            FP16,
-            {"INSIDE": f"<<{_CLIP}||>>", "OPTIONS": ", dtype=@DTYPE@, loss_scale=4096.0"},
-            "(?i)clip.*scale",
-            "after the block",
-        ),
+        ("attention", "O2", FP16, _CLIPPED, "(?i)clip.*scale", "after the block"),
     ],
     "sum in fp16": [
-        (
-            "mlp",
-            "O2",
-            FP16,
-            {"LOSS": "<<50 * (out.half() - y.half()).square().sum()||F.mse_loss(out.float(), y)>>"},
-            "HS1(05|16).* loss",
-            "float",
-        ),
+        ("mlp", "O2", FP16, _SUM, "HS1(05|16).* loss", "float"),
         ("attention", "O2", FP16, {"PART": _MEAN}, "HS116 error part.*sum", "fp32|float"),
         ("cnn", "O2", FP16, {"PART": _RMS}, "HS104 error part", "fp32"),
     ],
@@ -439,14 +415,7 @@ FAULTS: dict[str, list[tuple[str, str, str, dict[str, str], str, str]]] = {
     "dropout of seeds": [
         ("mlp", "O0", FP32, _DROPOUT, "random numbers", "seed"),
         ("cnn", "O1", BF16, _DROPOUT, "random numbers", "seed"),
-        (
-            "attention",
-            "O2",
-            FP16,
-            {**_DROPOUT, "BATCH": "state = torch.get_rng_state()", "FIRST_OF_STEP": "<<torch.set_rng_state(state)||>>"},
-            "random numbers",
-            "seed",
-        ),
+        ("attention", "O2", FP16, {**_DROPOUT, **_STATES}, "random numbers", "seed"),
     ],
     "DDP without sync": [
         ("mlp", "O0", FP32, _DDP, "DistributedDataParallel", "call the wrapper|model\\(x\\)"),

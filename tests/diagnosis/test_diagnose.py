@@ -15,6 +15,8 @@ from halfstep import Finding, amp
 from halfstep.cli.run_numerics import Monitors
 from halfstep.diagnosis import Diagnosis
 
+from .broken_scripts import SCRIPTS
+
 
 class Trial:
     """A training, whose step is a method or a function, with the optimizer's step or without."""
@@ -77,8 +79,40 @@ def test_a_healthy_training_has_no_problem(level: str, dtype: torch.dtype) -> No
 
 def test_model_and_optimizer_are_found() -> None:
     trial = Trial("O2", torch.float16)
-    trial.x[0, 0] = torch.nan
-    assert "HS122 error    The batch holds NaN: input 0" in str(halfstep.diagnose(trial.step))
+    trial.x[0, 0], teacher = torch.nan, nn.Linear(8, 1)  # which nothing trains
+    step = partial(lambda of: (of(torch.ones(1, 8)), trial.step()), teacher)
+    assert "HS122 error    The batch holds NaN: input 0" in str(halfstep.diagnose(step))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_only_passes_with_gradients_are_of_the_training(grad: bool) -> None:
+    trial, time = Trial("O1", torch.bfloat16), torch.full((16, 8), 300.0).bfloat16()
+    step = partial(lambda of: (torch.set_grad_enabled(grad)(of.model)(time), of.step()), trial)
+    found = halfstep.diagnose(step, trial.model.eval(), trial.optimizer).findings
+    assert any(each.code == "HS118" for each in found) is grad
+
+
+def test_a_disabled_scaler_scales_no_gradients() -> None:
+    model, scaler = nn.Linear(8, 1), torch.amp.GradScaler("cpu", enabled=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 8)).square().sum()).backward()
+        optimizer.step()
+
+    assert [each for each in halfstep.diagnose(step, model, optimizer).findings if each.severity == "error"] == []
+
+
+def test_a_script_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPTS[-1].text(steps=4))
+    result = halfstep.diagnose(path)
+    assert "in a process of its own" in str(result)
+    assert result.findings[0].code == "HS122"
+    path.write_text("1 / 0")
+    with pytest.raises(halfstep.HalfstepError, match=r"train.py failed:\n(.*\n)*ZeroDivisionError"):
+        halfstep.diagnose(path)
 
 
 def test_a_recipe_that_saturates_is_first_and_its_fix_helps() -> None:

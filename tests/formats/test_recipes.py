@@ -74,8 +74,7 @@ def test_a_recipe_that_does_not_exist_is_refused(given: Any, error: type[Excepti
 
 
 def test_passes_have_other_formats_one_by_one() -> None:
-    model = blocks(2)
-    layer: Any = model[1][0][0]
+    layer: Any = (model := blocks(2))[1][0][0]
     amp.set_products(model, "mxfp8")
     amp.set_products(model, None, passes="forward")
     assert recipe_of(layer) == RECIPES["mxfp8"].replace(forward=(None, None), layers="auto")
@@ -83,14 +82,14 @@ def test_passes_have_other_formats_one_by_one() -> None:
     changed: Any = recipe_of(layer)
     assert (changed.forward, changed.weight_gradient) == (RECIPES["nvfp4"].forward, RECIPES["mxfp8"].weight_gradient)
     assert changed.hadamard == 0
-    amp.set_products(model, None, passes="backward")
-    assert recipe_of(layer).input_gradient == (None, None)  # type: ignore[union-attr]
     amp.set_products(model, None)
-    assert recipe_of(layer) is None
-    assert type(layer) is nn.Linear
+    assert (recipe_of(layer), type(layer)) == (None, nn.Linear)
     assert "_products" not in vars(layer)
     with pytest.raises(ArgumentValueError, match="passes='both' must be one of 'forward', 'backward', 'all'"):
         amp.set_products(model, "mxfp8", passes="both")  # type: ignore[arg-type]
+    for odd in (True, -16):
+        with pytest.raises(ArgumentValueError, match=f"hadamard={odd} must be a power of 2"):
+            Recipe(hadamard=odd)
 
 
 # ---- which layers

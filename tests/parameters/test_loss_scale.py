@@ -463,6 +463,7 @@ def test_a_finite_step_saves_from_collapse() -> None:
         for found in (True, True, False):
             scaler.update(flag(found))
         assert scaler.loss_scale() == 1.0
+    assert overflow_until_collapse(scaler) == 3
 
 
 def test_overflows_at_a_static_scale_do_not_count_towards_a_collapse() -> None:

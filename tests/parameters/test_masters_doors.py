@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import amp, optimizers
+from halfstep import amp
 from halfstep.core.errors import UsageError
 from halfstep.optimizers.fuse import FusedTorchOptimizer, fuse
 from tests.support.backends import skip_without_compiler
@@ -150,11 +150,12 @@ def test_state_can_be_moved_to_a_parameter_in_the_place_of_another(make: Any, fu
 
 
 @in_both_halves
-def test_fused_optimizers_that_share_a_parameter_share_its_master(half: torch.dtype) -> None:
+@with_both_masters
+def test_optimizers_that_share_a_parameter_share_its_master(fused: bool, half: torch.dtype) -> None:
     model: Any = nn.Linear(8, 4, bias=False)
     before = model.weight.detach().clone()
-    both: Any = [optimizers.FusedSGD(model.parameters(), lr=1e-5) for _ in range(2)]
-    model, both = amp.initialize(model, both, opt_level="O2", dtype=half, loss_scale=128.0, verbosity=0)
+    both: Any = [torch.optim.SGD(model.parameters(), lr=1e-5) for _ in range(2)]
+    model, both = amp.initialize(model, both, opt_level="O2", dtype=half, loss_scale=128, fused=fused, verbosity=0)
     for _ in range(50):
         scaled_backward(model(X).float().sum(), both)
         for optimizer in both:

@@ -67,6 +67,10 @@ def test_one_bit_in_a_large_tensor_is_a_difference(places: list[int], dtype: tor
     assert parity(lambda x: x * 1.0, lambda x: x * 1.0 + 0.0, x)
 
 
+def test_integers_that_are_one_number_in_float32_differ() -> None:
+    assert not parity(lambda i: i + 2**24, lambda i: i + 2**24 + (i == 3), torch.arange(8))
+
+
 def mlp() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 4))
@@ -104,6 +108,7 @@ def test_other_weights_are_inputs_that_differ() -> None:
     other = mlp()
     with torch.no_grad():
         other[4].bias[1] += 1e-3
+    other[0].register_parameter("unused", nn.Parameter(torch.ones(1)))  # rows of one side only
     first = parity(mlp().eval(), other.eval(), X).first
     assert first is not None
     assert (first.module, first.op, first.kind, first.inputs_differed) == ("4", "bias", "inputs", True)
@@ -117,6 +122,11 @@ def test_other_weights_are_inputs_that_differ() -> None:
         (
             lambda x: x / (x.square().sum(-1, True) + 1e-3).sqrt(),
             lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-3),
+            "eps",
+        ),
+        (  # what is added below the root is lost in rounding
+            lambda x: x / (x.square().sum(-1, True) * 1e4 + 1e-3).sqrt(),
+            lambda x: x / ((x.square().sum(-1, True) * 1e4).sqrt() + 1e-3),
             "eps",
         ),
         (lambda x: x.bfloat16().sum(-1), lambda x: x.bfloat16().float().cumsum(-1)[:, -1], "cast"),

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import logging
-import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +20,8 @@ from torch.nn import functional as F
 from halfstep import TrainStep, amp, optimizers
 from halfstep.amp.train_step import program
 from halfstep.torch_internals.compiler_compat import compile_with_autograd
-from tests.support.worlds import BF16, FP16, FP32, loss_of, with_optimizer
+from tests.support.worlds import BF16, FP16, FP32, loss_of
+from tests.train_step.runs import random_batch, run_of
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -45,23 +45,12 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
 
 
-def batch(i: int, rows: int = 4, *, overflow: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(i)
-    x = torch.randn(rows, 5, 16, generator=generator)
-    if overflow:
-        x[0, 0, 0] = math.inf
-    return x, torch.randn(rows, 5, 16, generator=generator)
+batch = functools.partial(random_batch, x=(5, 16), y=(5, 16))
 
 
-def made(
-    kind: Callable[[], nn.Module], level: str | None, dtype: torch.dtype, make: Any, scaled: bool, **options: Any
-) -> tuple[nn.Module, Any, TrainStep]:
+def made(kind: Callable[[], nn.Module], *how: Any, **options: Any) -> tuple[Any, Any, TrainStep]:
     torch.manual_seed(0)
-    model, optimizer = with_optimizer(kind(), make, lr=1e-3)
-    if level is not None:
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
-    scaler = amp.GradScaler(init_loss_scaling=2.0**10, decr_every_n_nan_or_inf=1) if scaled else None
-    return model, optimizer, TrainStep(model, loss_of, optimizer, scaler=scaler, **options)
+    return run_of(kind(), *how, **options)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep import HalfstepError, TrainStep, amp, optimizers
 from tests.support.processes import Ranks
 from tests.support.worlds import BF16, FP16, assert_equal, loss_of, scaled_backward, with_optimizer
+from tests.train_step.runs import random_batch
 
 SCALERS: dict[str, Callable[[], Any]] = {
     "no scaler": lambda: None,
@@ -60,14 +60,6 @@ def forward_of(model: nn.Module, level: str | None, dtype: torch.dtype) -> Calla
     return forward
 
 
-def batch(i: int, overflow: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(i)
-    x = torch.randn(4, 6, generator=generator)
-    if overflow:
-        x[0, 0] = math.inf
-    return x, torch.randn(4, 3, generator=generator)
-
-
 @pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.exhaustive), 0.5])
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize(("level", "dtype", "make", "scaler"), SETUPS)
@@ -85,7 +77,7 @@ def test_it_is_the_loop(level: str | None, dtype: Any, make: Any, scaler: str, a
     )
     scales = (dtype is FP16 and level in ("O1", "O2")) or scaler in ("amp.GradScaler", "torch.amp.GradScaler")
     for i in range(4 * accumulate):
-        x, y = batch(i, overflow=scales and i == 2 * accumulate - 1)
+        x, y = random_batch(i, overflow=scales and i == 2 * accumulate - 1)
         found = step(x, y)
         loss = loss_of(forward(x), y)
         part = loss / accumulate if accumulate > 1 else loss
@@ -124,7 +116,7 @@ def test_it_is_the_loop(level: str | None, dtype: Any, make: Any, scaler: str, a
 def test_the_model_may_return_the_loss_of_the_whole_batch() -> None:
     model, optimizer = with_optimizer(mlp(), torch.optim.SGD, lr=0.1)
     step = TrainStep(lambda given: loss_of(model(given["x"]), given["y"]), None, optimizer)
-    x, y = batch(0, False)
+    x, y = random_batch(0)
     first = step({"x": x, "y": y})
     assert first == loss_of(mlp()(x), y)
     assert step({"x": x, "y": y}) < first
@@ -150,13 +142,13 @@ def test_each_kind_of_batch_has_a_signature_and_few_are_kept() -> None:
 def test_a_failed_forward_pass_changes_nothing() -> None:
     model, optimizer = brought_up("O2", BF16, optimizers.FusedAdam)
     step = TrainStep(model, loss_of, optimizer, accumulate=2)
-    step(*batch(0, False))
+    step(*random_batch(0))
     before = [p.clone() for p in model.parameters()], [p.grad.clone() for p in model.parameters()]
     with pytest.raises(RuntimeError):
         step(torch.ones(4, 5), torch.ones(4, 3))
     assert all(map(torch.equal, before[0], model.parameters()))
     assert all(map(torch.equal, before[1], [p.grad for p in model.parameters()]))
-    step(*batch(1, False))
+    step(*random_batch(1))
     assert not all(map(torch.equal, before[0], model.parameters()))
 
 
@@ -164,7 +156,7 @@ def windows_on_ranks(rank: int, level: str | None, half: torch.dtype) -> list[to
     model, optimizer = brought_up(level, half, torch.optim.AdamW)
     step = TrainStep(DistributedDataParallel(model), loss_of, optimizer, accumulate=2)
     for i in range(4):
-        step(*batch(2 * i + rank, False))
+        step(*random_batch(2 * i + rank))
     return [p.detach().float().clone() for p in model.parameters()]
 
 
@@ -175,7 +167,7 @@ def test_ranks_step_with_the_mean_over_all_batches(ranks: Ranks, level: str | No
     model, optimizer = brought_up(level, half, torch.optim.AdamW)
     step = TrainStep(model, loss_of, optimizer, accumulate=4)
     for i in range(8):
-        step(*batch(i, False))
+        step(*random_batch(i))
     torch.testing.assert_close([p.float() for p in model.parameters()], [*first], rtol=2e-2, atol=2e-3)
 
 
@@ -189,7 +181,7 @@ def test_gradients_may_be_released_inside_of_the_backward_pass(options: dict[str
         model, optimizer = brought_up("O2", FP16, optimizers.FusedAdam)
         optimizer.attach(model, release=release)
         step = TrainStep(model, loss_of, optimizer, **(options if release else {}))
-        trained.append(([step(*batch(i, overflow=i == 1)) for i in range(4)], list(model.parameters())))
+        trained.append(([step(*random_batch(i, overflow=i == 1)) for i in range(4)], list(model.parameters())))
         assert all(p.grad is None for p in model.parameters())
     torch.testing.assert_close(trained[0], trained[1], rtol=1e-3, atol=1e-4, equal_nan=True)
 
@@ -201,15 +193,15 @@ def test_a_window_that_is_not_full_can_be_finished() -> None:
     step.finish()
     assert all(map(torch.equal, model.parameters(), theirs.parameters()))
     for i in range(2):
-        step(*batch(i, False))
-        scaled_backward(loss_of(theirs(batch(i, False)[0]), batch(i, False)[1]) / 4, their_optimizer)
+        step(*random_batch(i))
+        scaled_backward(loss_of(theirs(random_batch(i)[0]), random_batch(i)[1]) / 4, their_optimizer)
     step.finish()
     their_optimizer.step()
     assert all(map(torch.equal, model.parameters(), theirs.parameters()))
     assert all(p.grad is None for p in model.parameters())
     before = [p.clone() for p in model.parameters()]
     for i in range(3):
-        step(*batch(i, False))
+        step(*random_batch(i))
     assert all(map(torch.equal, before, model.parameters()))  # a new window of four
 
 
@@ -217,9 +209,9 @@ def test_a_window_that_becomes_shorter_than_what_it_has_is_full() -> None:
     model, optimizer = brought_up("O2", BF16, optimizers.FusedAdam)
     step, before = TrainStep(model, loss_of, optimizer, accumulate=4), [p.clone() for p in model.parameters()]
     for i in range(3):
-        step(*batch(i, False))
+        step(*random_batch(i))
     step.accumulate = 2
-    step(*batch(3, False))
+    step(*random_batch(3))
     assert not all(map(torch.equal, before, model.parameters()))
 
 
@@ -229,13 +221,13 @@ def test_gradients_that_are_released_later_can_be_neither_clipped_nor_accumulate
     step, before = TrainStep(model, loss_of, optimizer, **options), [p.clone() for p in model.parameters()]
     optimizer.attach(model, release=True)
     with pytest.raises(HalfstepError, match=f"{next(iter(options))}=.*remove"):
-        step(*batch(0, False))
+        step(*random_batch(0))
     assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_it_is_made_again_around_copies() -> None:
     model, optimizer = brought_up("O2", BF16, optimizers.FusedAdam)
-    TrainStep(model, loss_of, optimizer)(*batch(0, False))
+    TrainStep(model, loss_of, optimizer)(*random_batch(0))
     again, copied = copy.deepcopy((model, optimizer))
-    first = TrainStep(model, loss_of, optimizer)(*batch(1, False))
-    assert TrainStep(again, loss_of, copied)(*batch(1, False)) == first
+    first = TrainStep(model, loss_of, optimizer)(*random_batch(1))
+    assert TrainStep(again, loss_of, copied)(*random_batch(1)) == first

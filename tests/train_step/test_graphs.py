@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,12 +16,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep import DynamicLossScale, TrainStep, amp, optimizers
+from halfstep import TrainStep, amp, optimizers
 from halfstep.amp.train_step import graphed_steps
 from halfstep.stepping.attached import observers
 from tests.support.backends import skip_without_compiler
 from tests.support.tape import imitation
 from tests.support.worlds import BF16, FP16, FP32, Made, advance, loss_of, scaled_backward, start_amp, with_optimizer
+from tests.train_step.runs import random_batch, run_of
 
 
 @pytest.fixture
@@ -33,25 +33,10 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def batch(i: int, rows: int = 4, *, overflow: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(i)
-    x = torch.randn(rows, 6, generator=generator)
-    if overflow:
-        x[0, 0] = math.inf
-    return x, torch.randn(rows, 3, generator=generator)
-
-
-def made(level: str | None, dtype: torch.dtype, make: Any, scaled: bool, **options: Any) -> tuple[Any, Any, TrainStep]:
+def made(*how: Any, **options: Any) -> tuple[Any, Any, TrainStep]:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(
-        nn.Linear(6, 160), nn.BatchNorm1d(160), nn.Tanh(), nn.Linear(160, 160), nn.Linear(160, 3)
-    )
-    optimizer: Any = make(model.parameters(), lr=1e-3)
-    if level is not None:
-        rule = DynamicLossScale(init_scale=2.0**10, growth_interval=5) if dtype is FP16 and level != "O0" else None
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, loss_scale=rule, verbosity=0)
-    scaler = amp.GradScaler(init_loss_scaling=2.0**10, decr_every_n_nan_or_inf=1) if scaled else None
-    return model, optimizer, TrainStep(model, loss_of, optimizer, scaler=scaler, **options)
+    layers = nn.Linear(6, 160), nn.BatchNorm1d(160), nn.Tanh(), nn.Linear(160, 160), nn.Linear(160, 3)
+    return run_of(nn.Sequential(*layers), *how, **options)
 
 
 def pair(
@@ -71,7 +56,7 @@ def alike(ours: Any, theirs: Any) -> bool:
 
 def take(ours: Any, theirs: Any, i: int, **kind: Any) -> None:
     """A step of both, which must agree to the bit."""
-    found, expected = ours[2](*batch(i, **kind)), theirs[2](*batch(i, **kind))
+    found, expected = ours[2](*random_batch(i, **kind)), theirs[2](*random_batch(i, **kind))
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert alike(ours, theirs), f"step {i}"
 
@@ -149,7 +134,7 @@ def freeze(one: Any) -> None:
 
 def step_by_hand(one: Any) -> None:
     model, optimizer, _ = one
-    advance(loss_of(model(batch(77)[0]), batch(77)[1]), optimizer)
+    advance(loss_of(model(random_batch(77)[0]), random_batch(77)[1]), optimizer)
 
 
 def write_weight(one: Any) -> None:
@@ -159,12 +144,12 @@ def write_weight(one: Any) -> None:
 
 def gradient_before(one: Any) -> None:
     model, optimizer, _ = one
-    scaled_backward(loss_of(model(batch(78)[0]), batch(78)[1]), optimizer)
+    scaled_backward(loss_of(model(random_batch(78)[0]), random_batch(78)[1]), optimizer)
 
 
 def look_at_the_model(one: Any) -> None:
     with torch.no_grad():
-        one[0](batch(5)[0])
+        one[0](random_batch(5)[0])
 
 
 def clip_harder(one: Any) -> None:
@@ -230,7 +215,7 @@ def test_what_changes_between_steps_counts(change: Callable[[Any], None], level:
         take(ours, theirs, 100 + i)
     assert ours[2].signatures[0].replays > replays
     with torch.no_grad():
-        assert torch.equal(ours[0](batch(0)[0]), theirs[0](batch(0)[0]))
+        assert torch.equal(ours[0](random_batch(0)[0]), theirs[0](random_batch(0)[0]))
 
 
 @pytest.mark.usefixtures("tapes")
@@ -283,9 +268,9 @@ def test_modes_of_a_model_behind_a_function_count() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         step = TrainStep(through(model), None, optimizers.FusedAdam(model.parameters()), cuda_graph=graph)
-        losses = [step(*batch(i)) for i in range(6)]
+        losses = [step(*random_batch(i)) for i in range(6)]
         model.eval()
-        losses += [step(*batch(i)) for i in range(6)]
+        losses += [step(*random_batch(i)) for i in range(6)]
         trained.append((torch.stack(losses), [p.detach() for p in model.parameters()]))
     torch.testing.assert_close(trained[0], trained[1], rtol=0, atol=0)
 
@@ -295,7 +280,7 @@ def test_a_parameter_that_another_optimizer_steps_keeps_steps_eager() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     step = TrainStep(model, loss_of, optimizers.FusedAdam(model[0].parameters()), cuda_graph=True)
     for i in range(6):
-        step(*batch(i))
+        step(*random_batch(i))
     assert step.signatures[0].reason == "the model has trainable parameters that the optimizer does not step"
     assert model[1].weight.grad is not None
 
@@ -321,7 +306,7 @@ def test_a_copy_records_for_itself() -> None:
     assert copied.model is not ours[0]
     before = [p.clone() for p in ours[0].parameters()]
     for i in range(6):
-        assert torch.equal(copied(*batch(i)), theirs[2](*batch(i)))
+        assert torch.equal(copied(*random_batch(i)), theirs[2](*random_batch(i)))
     assert all(map(torch.equal, before, ours[0].parameters()))
     assert all(map(torch.equal, copied.model.parameters(), theirs[0].parameters()))
     assert copied.signatures[0].runs == "CUDA graph"
@@ -364,7 +349,7 @@ def test_a_model_that_reads_the_device_runs_eagerly(caplog: pytest.LogCaptureFix
         model = Made(reads, linear=nn.Linear(6, 3))
         model, optimizer = start_amp(model, optimizers.FusedAdam, "O2", dtype=BF16, lr=1e-2)
         step = TrainStep(model, loss_of, optimizer, cuda_graph=graph)
-        losses = [step(*batch(i)) for i in range(8)]
+        losses = [step(*random_batch(i)) for i in range(8)]
         trained.append((losses, list(model.parameters()), step.signatures[0]))
     assert torch.equal(torch.stack(trained[0][0]), torch.stack(trained[1][0]))
     assert all(map(torch.equal, trained[0][1], trained[1][1]))
@@ -429,7 +414,7 @@ def test_what_reads_the_device_runs_eagerly(make: Any, scaler: Any, reason: str)
     model = nn.Linear(6, 3)
     step = TrainStep(model, loss_of, make(model.parameters(), lr=0.1), scaler=scaler and scaler(), cuda_graph=True)
     for i in range(6):
-        step(*batch(i))
+        step(*random_batch(i))
     assert step.signatures[0].runs == "eager"
     assert reason in str(step.signatures[0].reason)
 
@@ -439,14 +424,14 @@ def test_a_batch_that_a_graph_would_keep_runs_eagerly() -> None:
     model, optimizer = with_optimizer(nn.Linear(6, 3), optimizers.FusedAdam)
     step = TrainStep(lambda x, y, mask: loss_of(model(x), y) * float(mask[0]), None, optimizer, cuda_graph=True)
     for i in range(6):
-        step(*batch(i), bytearray(b"1"))
+        step(*random_batch(i), bytearray(b"1"))
     assert step.signatures[0].reason == "the batch has an item of type bytearray, which may change unseen"
 
 
 @pytest.mark.usefixtures("tapes")
 def test_each_loss_is_a_tensor_of_its_own() -> None:
     ours, _ = pair()
-    losses = [ours[2](*batch(i)) for i in range(8)]
+    losses = [ours[2](*random_batch(i)) for i in range(8)]
     assert len({loss.item() for loss in losses}) == 8
     assert not any(loss.requires_grad for loss in losses)
 
@@ -477,7 +462,7 @@ def test_on_cuda(dtype: torch.dtype, accumulate: int, compiled: bool) -> None:
         losses = []
         for i in range(16 * accumulate):
             optimizer.param_groups[0]["lr"] = 1e-3 * (1 + i % 3)
-            x, y = batch(i, overflow=dtype is FP16 and i in (3, 11))
+            x, y = random_batch(i, overflow=dtype is FP16 and i in (3, 11))
             losses.append(step(x.cuda(), y.cuda()).nan_to_num())
         trained.append((torch.stack(losses), amp.steps_skipped(optimizer), step.signatures[0]))
     torch.testing.assert_close(trained[0][0], trained[1][0], rtol=1e-2, atol=1e-3)

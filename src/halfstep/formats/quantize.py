@@ -259,10 +259,9 @@ def _largest(blocks: torch.Tensor) -> torch.Tensor:
 def _scales(
     blocks: torch.Tensor, format: Format, amax: torch.Tensor | float | None, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    largest = _largest(blocks)
-    if amax is not None:
-        largest = torch.as_tensor(amax, dtype=torch.float32, device=blocks.device).abs().expand_as(largest)
-    largest = largest.contiguous()
+    largest = _largest(blocks).contiguous()
+    if amax is not None:  # of a block that is the whole tensor
+        largest = torch.as_tensor(amax, dtype=torch.float32, device=blocks.device).abs()
     if format.scale != "e4m3":
         return *block_scales(largest, format, None), None
     of_tensor = tensor_scale(_largest(largest.reshape(1, 1, 1, -1)).reshape(()), format)

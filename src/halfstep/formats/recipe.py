@@ -120,7 +120,7 @@ class Recipe:
             for each in formats:
                 check_kind(f"Each operand of {name}", each, (Format, NoneType), "a Format, the name of one, or None")
             object.__setattr__(self, name, formats)
-        if type(self.hadamard) is not int or self.hadamard < 0 or self.hadamard & (self.hadamard - 1):
+        if type(self.hadamard) is not int or self.hadamard & (self.hadamard - 1):
             raise ArgumentValueError(
                 f"hadamard={self.hadamard!r} must be a power of 2, such as 16, the number of tokens that are "
                 "transformed together; 0 transforms none."

@@ -64,7 +64,7 @@ def prepare(
         originals |= prepare_model(model, policy, keep_originals=policy.master_weights and bool(optimizers), **options)
     # A fused optimizer keeps masters in its own state, but optimizers that share a parameter must share its master.
     owners = Counter(map(id, params_of(*optimizers)))
-    alone = max(owners.values(), default=1) == 1
+    alone = set(owners.values()) <= {1}
     attached = [
         prepare_optimizer(one, policy, models, originals=originals, fused=fused and alone, own=alone, verbose=verbose)
         for one in optimizers
@@ -284,7 +284,7 @@ def check_state_form(caller: str, optimizers: Sequence[Any], form: StateForm, *,
     if form is None:
         return
     params = Counter(map(id, params_of(*optimizers)))
-    alone = max(params.values(), default=1) == 1
+    alone = set(params.values()) <= {1}
     for optimizer in optimizers:
         inside = unwrap(optimizer)
         wrapped = inner_optimizer(inside) is not None or _sharded_state(inside) is not None
