@@ -105,9 +105,7 @@ class BitRecorder(Recorder):
         seen = tensor
         if known := self._alone[row.module, row.op, row.index]:
             alone = known.pop()
-            for dim, length in enumerate(alone if len(alone) == tensor.dim() else ()):
-                if tensor.shape[dim] > length:
-                    seen = seen.narrow(dim, 0, length)
+            seen = tensor[tuple(map(slice, alone))] if len(alone) == tensor.dim() else tensor
             row.shape = seen.shape
             row.sample, row.amax, row.sketch = self._look(seen)
         if keep or len(self.rows) in self._keep:
@@ -173,7 +171,7 @@ class SideRun:
     facts: dict[int, Facts]
     outputs: list[int]
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    again: Callable[..., SideRun] | None = None
+    again: Any = None
 
     def save(self, path: str | Path) -> None:
         """Save the run, to compare it in another process. The file has samples and digests, no whole tensors.
@@ -201,8 +199,7 @@ class SideRun:
             old = str(known).startswith("halfstep parity ")
             what = f"has the format {known!r}, not {_FORMAT!r}: record it again." if old else "is not a saved run."
             raise ArgumentValueError(f"{path} {what} parity.record(model, inputs).save(path) writes one.")
-        _, name, rows, facts, outputs = saved
-        return SideRun(name, [LinkedRow(**row) for row in rows], facts, outputs)
+        return SideRun(saved[1], [LinkedRow(**row) for row in saved[2]], *saved[3:])
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -24,8 +24,7 @@ KINDS = {
 }
 """A description of each kind of difference."""
 
-_COLUMNS = ("module", "op", "ulps", "inputs", "dtypes")
-_SHOWN = 12
+_COLUMNS, _SHOWN = ("module", "op", "ulps", "inputs", "dtypes"), 12  # of the table of ops in the text
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,7 @@ class Parity(Shown):
         return self.first is None
 
     def __str__(self) -> str:
-        a, b = self.names
-        lines = [f"{a} and {b}: {counted(len(self.ops), 'common op')}, {self.alone} of one side only"]
+        lines = [f"{' and '.join(self.names)}: {counted(len(self.ops), 'common op')}, {self.alone} of one side only"]
         if self.first is None:
             return "\n".join([*lines, "equal bit for bit"])
         lines.append(f"first difference: {self.first}")

@@ -136,34 +136,45 @@ def _compare(runs: Sequence[SideRun], reference: str | None) -> Parity:
     if all(modules) and not modules[0] & modules[1]:
         said = f"{a.name} has {', '.join(sorted(modules[0])[:3])} and {b.name} {', '.join(sorted(modules[1])[:3])}"
         raise ArgumentValueError(f"No module has the same name on both sides: {said}. Compare equal module trees.")
-    found = part(a, b)
-    first = None if found is None else _difference(runs, found, reference)
+    first = _difference(runs, found, reference) if (found := part(a, b)) else None
     return Parity((a.name, b.name), first, *_ops(runs))
 
 
 def _difference(runs: Sequence[SideRun], found: Parting, reference: str | None, exact: bool = True) -> Difference:
     """Describe the place where two runs part, from whole tensors if both sides can run again."""
-    a, b = ends = [run.rows[end] for run, end in zip(runs, found.ends, strict=True)]
-    values = [row.sample for row in ends]
-    if exact := exact and None not in [run.again for run in runs]:
-        pairs = zip(runs, found.ends, strict=True)
-        values = [run.again(keep={end}).kept[end].double().cpu() for run, end in pairs if run.again]
-    dtype = max(a.dtype, b.dtype, key=_eps)
+    ends = [(run, end, run.rows[end]) for run, end in zip(runs, found.ends, strict=True)]
+    exact = exact and all(run.again is not None for run in runs)
+    values = [run.again(keep={end}).kept[end].double().cpu() if exact else row.sample for run, end, row in ends]
+    dtype = max((row.dtype for *_, row in ends), key=_eps)
     apart = ulps(values[0], values[1], dtype)
+    rows = [[run.rows[i] for i in of] for run, of in zip(runs, found.rows, strict=True)]
+    a, b = (tuple(f"{row.op}:{dtype_name(row.dtype)}" for row in of) for of in rows)
+    return Difference(
+        **_place(runs, found),
+        kind=found.kind,
+        more="" if found.more is None else runs[found.more].name,
+        ulps=float(apart.max()),
+        share=float((apart > 0).double().mean()),
+        inputs_differed=found.kind == "inputs",
+        nearer=_nearer(runs, found, values) if reference and exact and found.kind != "inputs" else "",
+        dtype=dtype_name(dtype),
+        a=a,
+        b=b,
+    )
+
+
+def _place(runs: Sequence[SideRun], found: Parting) -> dict[str, Any]:
+    """Return module, name and index among equal ops of the module for the first op at the parting."""
     side = 0 if found.rows[0] else 1
-    nearer = ""
-    if reference and exact and found.kind != "inputs":
-        right = values[0] if side else _in_float64(runs[0], found)
-        errors = [torch.inf if right is None else float((value - right).norm()) for value in values]
-        nearer = "" if errors[0] == errors[1] else runs[int(errors[1] < errors[0])].name
-    rows, at = runs[side].rows, found.rows[side][0]
-    place = rows[at].module, canonical(rows[at].op)
-    before = sum((row.module, canonical(row.op)) == place for row in rows[:at])
-    sizes = float(apart.max()), float((apart > 0).double().mean()), found.kind == "inputs"
-    both = ([run.rows[i] for i in of] for run, of in zip(runs, found.rows, strict=True))
-    here, there = (tuple(f"{row.op}:{dtype_name(row.dtype)}" for row in of) for of in both)
-    known = *place, before, found.kind, "" if found.more is None else runs[found.more].name
-    return Difference(*known, *sizes, nearer, dtype_name(dtype), here, there)
+    named = [(row.module, canonical(row.op)) for row in runs[side].rows[: found.rows[side][0] + 1]]
+    return {"module": named[-1][0], "op": named[-1][1], "occurrence": named.count(named[-1]) - 1}
+
+
+def _nearer(runs: Sequence[SideRun], found: Parting, values: Sequence[torch.Tensor]) -> str:
+    """Name the side whose values are nearer to float64; "" if both are equally near, or the ops have no float64."""
+    right = _in_float64(runs[0], found) if found.rows[0] else values[0]
+    errors = [torch.inf if right is None else float((value - right).norm()) for value in values]
+    return "" if errors[0] == errors[1] else runs[int(errors[1] < errors[0])].name
 
 
 def _compiled_difference(runs: Sequence[SideRun], sides: Sequence[Any], inputs: Any) -> Difference | None:
@@ -206,7 +217,7 @@ def _in_float64(side: SideRun, found: Parting) -> torch.Tensor | None:
     start, end = found.rows[0][0], found.ends[0]
     if start in side.facts and side.again is not None:
         with suppress(UsageError):
-            wide = side.again(keep={end}, below=partial(Wide, side.facts[start][0]))
+            wide: SideRun = side.again(keep={end}, below=partial(Wide, side.facts[start][0]))
             if end < len(wide.rows) and wide.rows[end].place == side.rows[end].place:
                 return wide.kept[end].double().cpu()
     return None
