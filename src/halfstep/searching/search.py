@@ -62,34 +62,36 @@ def search(
         print(result)
         model, optimizer = amp.initialize(model, optimizer, **result.options)
 
-    All in 16 bits is tried first. If its loss is the loss of fp32, the search ends. Otherwise units are scored in one
-    pass over a few batches, and 1, 2, 4, 8 ... of them are put in fp32, the highest score first, until the loss is the
-    loss of fp32. Then each is taken out that is not needed. The answer is confirmed on batches that the search has not
-    seen. Only copies of the model run, so it is as before afterwards, and so is the random state, also after an error.
+    The search first tries the whole model in 16 bits, and ends if the loss matches the loss in fp32. Otherwise it
+    scores all units in one pass over a few batches, and puts 1, 2, 4, 8 ... of them in fp32, the highest score first,
+    until the loss matches. It then takes out each unit that is not needed, and confirms the answer on batches that it
+    has not seen. Only copies of the model run: the search leaves the model and the random state as they were, even
+    after an error.
 
     Args:
         model: in fp32, on any device, before ``amp.initialize``.
         step: a function that is called as ``step(model, batch)`` with copies of the model. It returns the loss and runs
             no backward pass.
-        batches: as many as twice ``score_batches`` are used, the second half to confirm the answer. With fewer, all
-            but the last half of what there is.
+        batches: a loader or list, of which up to twice ``score_batches`` batches are used. The first half decides, and
+            the second half confirms the answer.
         dtype: float16 or bfloat16.
-        level: "O1" or "O2". ``opt_level=`` is taken too.
+        level: "O1" or "O2"; ``opt_level=`` also works.
         products: a recipe for linear layers, as ``amp.initialize(products=)`` takes it: the search finds which layers
-            compute without formats. ``layers="auto"`` of a recipe leaves none out here.
+            compute without formats. The search starts from all linear layers, even with ``layers="auto"``.
         guard: the test that decides; None for the loss, with a tolerance from its own noise.
-        unit: "module", or, at O1, "op": then the answer is a choice of op lists.
-        passes: True for units that are products of a layer, ``head.forward``, ``head.input_gradient`` and
-            ``head.weight_gradient``, with ``products``. A run then trains, in bfloat16, with AdamW.
+        unit: "module", or "op" at O1, where the answer is a choice of op lists.
+        passes: True to search over the three products of each layer, ``head.forward``, ``head.input_gradient`` and
+            ``head.weight_gradient``; needs ``products``. A run then trains in bfloat16, with AdamW.
         score_batches: the number of batches that are scored, and that a guarded run takes.
         budget: the largest number of guarded runs; None for no limit.
         keep: units that stay in fp32 in any case, as names or patterns of ``fnmatch``.
-        checkpoint: a file in which scores and guarded runs are kept; a search that finds the file continues from it.
-        progress: True to log each stage and each guarded run; or a function called with the stage, the number of
-            guarded runs and what is known.
+        checkpoint: a file that keeps scores and guarded runs; if it exists, the search continues from it.
+        progress: True to log each stage and each guarded run; or a function that is called with the stage, the number
+            of guarded runs and what is known.
 
     Returns:
-        The answer, also if there is none (``status``), or if Ctrl-C has ended the search.
+        The answer; ``status`` says whether the search has found one, found that there is none, or was interrupted by
+        Ctrl-C.
 
     Raises:
         ArgumentTypeError: for an argument of another type.
@@ -104,7 +106,6 @@ def search(
     check_count("score_batches", score_batches)
     if budget is not None:
         check_count("budget", budget)
-    keep = keep if keep is None or isinstance(keep, str) else list(keep)
     if isinstance(keep, str):
         raise ArgumentTypeError(f"keep={keep!r} must be a list of names or patterns: keep=[{keep!r}].")
     if not callable(progress):
@@ -116,10 +117,6 @@ def search(
         units = seen.ops() if unit == "op" else seen.modules(model)
         if products is not None:
             units, flops = setting.units(), _of_units(setting, flops)
-        for one in keep or ():
-            if not chosen(units, [one]):
-                names = ", ".join(units)
-                raise ArgumentValueError(f"keep={one!r} is no unit, no module with units and no pattern of: {names}.")
         limit = _RANGE[setting.dtype] if products is None else math.inf
         beyond = seen.beyond(limit, terms=limit)
         finder = Finder(
@@ -127,22 +124,14 @@ def search(
             guard=guard,
             batches=halves,
             units=units,
-            always=chosen(units, keep or ()),
+            always=_kept(units, keep or ()),
             score=lambda: scores(model, units, step, halves[0], setting),
             early={name for name in units if any(f"{each}.".startswith(f"{name}.") for each in beyond)},
             budget=budget,
             checkpoint=checkpoint,
             say=say,
         )
-        status, why = "found", ""
-        try:
-            found = finder.find()
-        except KeyboardInterrupt:
-            status, why = "interrupted", "Ctrl-C has ended it; a search with the same checkpoint= continues from there."
-        except CannotError as no:
-            status, why = "cannot", str(no)
-        if status != "found":
-            found = finder.best()
+        status, why, found = _answer(finder)
     return SearchResult(
         status=status,
         keep=tuple(found),
@@ -157,6 +146,28 @@ def search(
         products=setting.products,
         passes=passes,
     )
+
+
+def _kept(units: list[str], keep: Iterable[str]) -> list[str]:
+    """Return the units that the names and patterns of ``keep`` choose, each of which must choose one or more."""
+    keep = list(keep)
+    for name in keep:
+        if not chosen(units, [name]):
+            raise ArgumentValueError(
+                f"keep={name!r} is no unit, no module with units and no pattern of: {', '.join(units)}."
+            )
+    return chosen(units, keep)
+
+
+def _answer(finder: Finder) -> tuple[str, str, Iterable[str]]:
+    """Run a search; return its status, a sentence about an early end, and the units to keep in fp32."""
+    try:
+        return "found", "", finder.find()
+    except KeyboardInterrupt:
+        why = "Ctrl-C has ended it; a search with the same checkpoint= continues from there."
+        return "interrupted", why, finder.best()
+    except CannotError as no:
+        return "cannot", str(no), finder.best()
 
 
 def _log(stage: str, runs: int, known: str) -> None:
