@@ -21,7 +21,7 @@ from halfstep import OpLists, amp, optimizers
 from halfstep.casting.current import Patches
 from halfstep.casting.scope import OpCasting, active_casting
 from tests.support.backends import skip_without_compiler
-from tests.support.worlds import BF16, FP16, FP32, in_a_thread, scaled_step
+from tests.support.worlds import BF16, FP16, FP32, Applies, in_a_thread, scaled_step
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -588,9 +588,9 @@ def test_nothing_is_cast_for_a_result_that_has_its_tensor(lists: dict[str, Any],
 @pytest.mark.parametrize("emulate", [False, True])
 def test_casts_are_logged_if_asked_for(emulate: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="halfstep")
-    with OpCasting(BF16, verbose=True, emulate=emulate):
-        torch.exp(torch.mm(X, X.mT.bfloat16()))
-    assert caplog.messages == ["Float->BFloat16 (mm)", "BFloat16->Float (exp)"]
+    model = Applies(lambda x: torch.exp(torch.mm(x, X.mT.bfloat16())))
+    amp.initialize(model, opt_level="O1", dtype=BF16, emulate=emulate, verbosity=2)(X)
+    assert caplog.messages[-2:] == ["Float->BFloat16 (mm)", "BFloat16->Float (exp)"]
 
 
 @pytest.mark.parametrize("emulate", [False, True])

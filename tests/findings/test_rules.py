@@ -61,7 +61,7 @@ def test_lost_updates_are_an_error_without_masters(dtype: torch.dtype, steps: in
     assert found.evidence["lr_for_half"] > 2e-6
     assert found.where.startswith("*")
     assert "4 tensors, 2632 weights" in found.where
-    assert "AdamW keeps no masters, lr 1e-06" in found.message
+    assert re.search("of the updates round to nothing.*AdamW keeps no masters, lr 1e-06", found.message)
     assert "master_weights=True" in found.fix
 
 
@@ -80,18 +80,10 @@ def test_a_learning_rate_on_the_device_is_read_with_the_rest() -> None:
     assert only(halfstep.check(model, optimizer), "HS101").evidence["lr"] == pytest.approx(1e-6)
 
 
-def with_masters(model: nn.Module) -> torch.optim.Optimizer:
-    return optimizers.FusedAdam(model.parameters(), lr=1e-6, master_weights=True)
-
-
-def with_stochastic_rounding(model: nn.Module) -> torch.optim.Optimizer:
-    return optimizers.FusedAdam(model.parameters(), lr=1e-6, rounding="stochastic")
-
-
-@pytest.mark.parametrize("make", [with_masters, with_stochastic_rounding])
-def test_masters_and_stochastic_rounding_lose_nothing(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
-    model = net(torch.bfloat16)
-    assert codes(halfstep.check(model, make(model))) == []
+@pytest.mark.parametrize("options", [{"master_weights": True}, {"rounding": "stochastic"}])
+def test_masters_and_stochastic_rounding_lose_nothing(options: dict[str, Any]) -> None:
+    model, optimizer = with_optimizer(net(torch.bfloat16), optimizers.FusedAdam, lr=1e-6, **options)
+    assert codes(halfstep.check(model, optimizer)) == []
 
 
 @pytest.mark.parametrize(
@@ -137,7 +129,7 @@ def test_weight_decay_in_the_gradient_is_not_lost_by_itself() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "eps", "found"),
-    [(torch.float16, 1e-8, True), (torch.float16, 1e-4, False), (torch.bfloat16, 1e-8, False)],
+    [(torch.float16, 1e-8, True), (torch.float16, 5e-8, False), (torch.bfloat16, 1e-8, False)],
 )
 def test_eps_that_is_zero_in_the_state(dtype: torch.dtype, eps: float, found: bool) -> None:
     model, optimizer = with_optimizer(net(dtype), torch.optim.Adam, eps=eps)
@@ -484,7 +476,8 @@ def test_a_policy_says_what_the_model_does_not_show() -> None:
 @pytest.mark.parametrize(("kind", "severity"), [(torch.amp.GradScaler, "warning"), (amp.GradScaler, "note")])
 def test_a_scaler_is_of_no_use_for_bfloat16(kind: Any, severity: str) -> None:
     model, optimizer = with_optimizer(net(torch.bfloat16), optimizers.FusedAdam, master_weights=True)
-    assert only(halfstep.check(model, optimizer, scaler=kind(device="cpu")), "HS108").severity == severity
+    found = only(halfstep.check(model, optimizer, scaler=kind(device="cpu")), "HS108")
+    assert (found.severity, "On CUDA it raises" in found.message) == (severity, severity == "warning")
     assert halfstep.check(model, optimizer, scaler=kind(device="cpu", enabled=False)) == []
 
 
@@ -492,6 +485,9 @@ def test_a_scaler_that_stays_at_one_scales_nothing() -> None:
     model, optimizer = with_optimizer(net(torch.float16), optimizers.FusedAdam, master_weights=True)
     scaler = amp.GradScaler(init_loss_scaling=1.0, use_dynamic_loss_scaling=False)
     assert codes(halfstep.check(model, optimizer, scaler=scaler)) == ["HS107", "HS108"]
+    static = torch.amp.GradScaler("cpu", init_scale=2.0)
+    static.set_growth_factor(1.0)
+    assert codes(halfstep.check(model, optimizer, scaler=static)) == []
 
 
 # ---- 110, 111, 114, 115

@@ -27,20 +27,19 @@ def test_headroom_counts_doublings_of_the_scaled_numbers(dtype, amax, scale, hea
 
 def test_subnormal_is_a_share_of_all_numbers():
     row = Row(0, "m", "grad", dtype="float16", numel=8, zeros=0.5, exponents={-15: 1, -14: 1, 0: 2})
-    assert row.subnormal == 0.5 * 0.25
+    assert (row.subnormal, row.merged) == (0.5 * 0.25, 1)
     assert Row(0, "m", "grad", dtype="float16", zeros=0.5, exponents={-31: 1, -30: 3}, scale=2.0**16).subnormal == 0.125
 
 
 def test_zeros_of_a_relu_are_not_flushed():
-    row = Row(0, "relu", "output", dtype="float16", numel=100, zeros=0.5, exponents={-2: 20, -1: 20, 0: 10})
-    assert row.flushed == 0.0
+    exponents = {-2: 20, -1: 20, 0: 10}
+    assert Row(0, "relu", "output", dtype="float16", numel=100, zeros=0.5, exponents=exponents).flushed == 0.0
 
 
 def test_flushed_is_continued_below_the_smallest_number_and_no_more_than_the_zeros():
     tail = Row(0, "m", "output_grad", dtype="float16", zeros=0.2, exponents={-24: 10, -23: 20, -22: 50})
     assert tail.flushed == pytest.approx(10 / 80 * 0.8)
-    rising = Row(0, "m", "output_grad", dtype="float16", zeros=0.9, exponents={-24: 9, -23: 1})
-    assert rising.flushed == 0.9
+    assert Row(0, "m", "output_grad", dtype="float16", zeros=0.9, exponents={-24: 9, -23: 1}).flushed == 0.9
 
 
 def test_without_bins_nothing_is_claimed():

@@ -318,7 +318,7 @@ class GradScaler(ScalerSettings):
         for callback in before_unscaling:
             callback()
         window.notify_closed(self._scaler, scale, by="" if max_norm is not None else "GradScaler")
-        if window.records and any(record.scaler is not self._scaler for record in window.records):
+        if any(record.scaler is not self._scaler for record in window.records):
             warn_scaled_twice(window, "this GradScaler")
         done = iteration.among(params) if iteration.noted else set()
         window.state = WindowState.FINISHING  # from here to `close` an interrupt drops the gradients

@@ -279,8 +279,6 @@ def _same(now: Iterable[Any], before: list[Any]) -> bool:
 def without_masters(saved: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state dict without masters, in torch's format."""
     kept = entries(saved["state"])
-    if not any(map(_has_master, kept.values())):
-        return saved
     others = {name: value for name, value in saved["state"].items() if name not in kept}
     apart = {
         name: own

@@ -163,8 +163,8 @@ class SearchResult(Shown):
     def _losses(self) -> str:
         if (outcome := self.outcome) is None:
             return ""
-        share = outcome.difference / abs(outcome.reference) if outcome.reference else 0.0
-        noise = self.tolerance / abs(outcome.reference) if outcome.reference else 0.0
+        size = abs(outcome.reference) or math.inf
+        share, noise = outcome.difference / size, self.tolerance / size
         return f"loss fp32 {outcome.reference:.5g}, here {outcome.loss:.5g} ({share:+.3%}, tolerance {noise:.3%})"
 
     def table(self) -> list[dict[str, Any]]:
