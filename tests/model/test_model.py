@@ -20,7 +20,7 @@ from halfstep.core.errors import ArgumentTypeError
 from halfstep.model import Callback
 from halfstep.paddle.model.configs import read_configs
 from tests.support import digits as sklearn_digits
-from tests.support.worlds import Applies, step_and_clear, with_optimizer
+from tests.support.worlds import Applies, assert_equal, step_and_clear, with_optimizer
 
 RECORDED = json.loads((Path(__file__).parents[1] / "golden/paddle_hapi.json").read_text())
 
@@ -442,8 +442,8 @@ def test_outputs_can_be_stacked() -> None:
     x = torch.randn(10, 3)
     for net, expected in ((nn.Identity(), [x]), (two, [x, x.sum(1)])):
         found = halfstep.Model(net).predict(TensorDataset(x), batch_size=4, stack_outputs=True, verbose=0)
-        assert all(map(torch.equal, found, expected))
-        assert len(found) == len(expected)
+        assert_equal(found, expected)
+    assert len(halfstep.Model(two).predict(TensorDataset(x), batch_size=4, verbose=0)) == 3
     with pytest.raises(halfstep.HalfstepError, match="stack_outputs=True needs a network whose outputs are tensors"):
         halfstep.Model(Applies(torch.mean)).predict([x], stack_outputs=True, verbose=0)
 

@@ -288,6 +288,20 @@ def test_the_stride_of_a_convolution(name: str, inner: str, inner_args: Any, arg
     assert known.product.m == 4 * 5 * 5
 
 
+@pytest.mark.parametrize(
+    ("x", "weight", "turned", "batch", "text"),
+    [
+        ([4, 16, 10, 10], [16, 8, 1, 1], "True", 1, "transposed 1x1 convolution of 16 channels to 8"),
+        ([2, 16, 10, 10], [12, 4, 3, 3], "False", 4, "3x3 convolution of 16 channels to 12"),
+    ],
+)
+def test_the_groups_of_a_convolution(x: Any, weight: Any, turned: str, batch: int, text: str) -> None:
+    given = {"Input Dims": [x, weight], "Input type": ["float"] * 2, "Concrete Inputs": [*CONV[:6], turned]}
+    product = account(launched("aten::convolution", 1, 10, 50, **given)).works[0].product
+    assert product is not None
+    assert (product.batch, product.text) == (batch, text)
+
+
 def account(*events: list[dict[str, Any]], **settings: Any) -> Account:
     return Account(trace_of([each for one in events for each in one]), CHIPS["A100"], RunSettings(**settings))
 

@@ -382,7 +382,6 @@ def without_gradient(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 OTHER, BAD = nn.Linear(4, 5), nn.Conv2d(5, 5, 1)
 BAD.weight.data.fill_(math.nan)
-SPOILED = [(x * math.nan ** (i == 2), y) for i, (x, y) in enumerate(planted("cnn", 0, 0, batches=4).batches)]
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no batches": ({"batches": []}, "0 batches"),
     "one batch": ({"batches": iter([1])}, "1 batches"),
@@ -411,8 +410,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "passes in float16": ({"products": "fp8_rowwise", "passes": True}, "dtype='bfloat16'"),
     "a guard": ({"guard": 0.1}, "halfstep.Guard"),
     "keep as a name": ({"keep": "0"}, "keep="),
-    "score batches": ({"score_batches": 0}, "score_batches"),
-    "NaN in one of the batches": ({"batches": SPOILED}, "is not finite in fp32"),
+    "score batches": ({"score_batches": 0}, "score_batches=0 must"),
     "a budget": ({"budget": 0}, "budget"),
 }
 
