@@ -269,6 +269,12 @@ def test_the_batch_of_a_weight_gradient_lies_side_by_side_in_no_matrix() -> None
     assert known.bytes == 2 * (2 * 4 * 1024 + 1024 * 1024)  # what it writes is larger than what it reads
 
 
+def test_the_weight_of_a_linear_op_lies_transposed() -> None:
+    known = account(launched("aten::linear", 1, 10, 50, **{"Input Dims": [[32, 16], [8, 16], []]})).works[0].product
+    assert known is not None
+    assert (known.m, known.k, known.n) == (32, 16, 8)
+
+
 CONV = ["", "", "", "[2, 2]", "[0, 0]", "[1, 1]", "False"]
 
 
