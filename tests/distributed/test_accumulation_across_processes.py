@@ -21,12 +21,14 @@ from tests.support.processes import Ranks
 from tests.support.worlds import BF16, LEVELS, scaled_backward, start_amp, step_and_clear, with_optimizer
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-MICRO_STEPS = {  # u and d are under no_sync(), f has require_backward_grad_sync = False; d and x have delay_unscale
+MICRO_STEPS = {  # u, d and v are under no_sync(), f has require_backward_grad_sync = False; d and x have delay_unscale
     "s": "synced",
     "u": "unsynced",
     "f": "unsynced by flag",
     "d": "unsynced and delayed",
     "x": "synced and delayed",
+    "v": "unsynced without a block",
+    "p": "synced without a block",
 }
 PATTERNS = ["s", "us", "fs", "uuus", "uds", "dds", "ss", "sus", "suus", "xs", "xus", "su", "uu", "dd", "udu"]
 WRAPPERS: dict[str, dict[str, Any]] = {
@@ -70,11 +72,14 @@ def micro_step(
     model: Any, optim: Any, how: str, x: torch.Tensor, poison: bool = False, used: Sequence[str] = ()
 ) -> None:
     model.require_backward_grad_sync = how != "f"
-    with model.no_sync() if how in "ud" else nullcontext():
+    with model.no_sync() if how in "udv" else nullcontext():
         loss = model(x, *used).float().square().mean()
         if poison:
             loss = loss * float("inf")
-        scaled_backward(loss, optim, delay_unscale=how in "dx")
+        if how in "vp":
+            loss.backward()
+        else:
+            scaled_backward(loss, optim, delay_unscale=how in "dx")
     model.require_backward_grad_sync = True
 
 
@@ -117,15 +122,14 @@ def train(
         grads.append([p.grad.clone() for p in amp.master_params(optim) if p.grad is not None])
         step_and_clear(optim)
     scales.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
-    result = {
-        "masters": [p.detach().clone() for p in amp.master_params(optim)],
-        "params": [p.detach().clone() for p in model.parameters()],
-        "grads": grads,
-        "scales": scales,
-        "skipped": amp.steps_skipped(optim),
-    }
+    return outcome(model, optim, grads=grads, scales=scales)
+
+
+def outcome(model: nn.Module, optim: Any, scales: Sequence[float] = (), **more: Any) -> dict[str, Any]:
+    """What a training has led to; amp ends."""
+    masters, params = ([p.detach().clone() for p in ps] for ps in (amp.master_params(optim), model.parameters()))
     amp.deactivate()
-    return result
+    return {"masters": masters, "params": params, "scales": scales, "skipped": amp.steps_skipped(optim), **more}
 
 
 def reference(
@@ -221,6 +225,10 @@ BRANCHES = {
         [("u", "ab", "b"), ("s", "a", "a")],
         [("u", "b", "b"), ("u", "a", "b"), ("s", "a", "a")],
     ],
+    "gone before the synced pass, without blocks": [
+        [("v", "ab", "b"), ("p", "a", "a")],
+        [("v", "b", "b"), ("v", "a", "b"), ("p", "a", "a")],
+    ],
     "another one on each rank": [[("s", "a", "b")], [("u", "b", "a"), ("s", "a", "b")]],
     "unsynced at the end": [[("s", "b", "b"), ("u", "a", "ab")], [("s", "a", "b")]],
     "delayed": [[("s", "a", "ab"), ("d", "a", "b")], [("d", "b", "a"), ("x", "a", "a")]],
@@ -234,25 +242,15 @@ BRANCHES = {
 
 
 def train_branches(rank: int, level: str, case: str, optimizer: str, loss_scale: float) -> dict[str, Any]:
-    model = Branches()
-    optim = OPTIMIZERS[optimizer](model.parameters())
-    model, optim = amp.initialize(
-        model, optim, opt_level=level, dtype=torch.float16, loss_scale=loss_scale, verbosity=0
-    )
+    scale = 1.0 if "without blocks" in case else loss_scale
+    model, optim = start_amp(Branches(), OPTIMIZERS[optimizer], level, dtype=torch.float16, loss_scale=scale)
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     for step, window in enumerate(BRANCHES[case] * 2):
         for micro, (how, *used) in enumerate(window):
             micro_step(ddp, optim, how, data(rank, step, micro), used=used[rank : rank + 1])
         optim.clip_master_grads(0.5)
         step_and_clear(optim)
-    result = {
-        "masters": [p.detach().clone() for p in amp.master_params(optim)],
-        "params": [p.detach().clone() for p in model.parameters()],
-        "scales": [],
-        "skipped": amp.steps_skipped(optim),
-    }
-    amp.deactivate()
-    return result
+    return outcome(model, optim)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -299,11 +297,7 @@ def test_a_sum_without_scale_loss(ranks: Ranks, scaled: bool) -> None:
 
 def count_reductions(rank: int, level: str, pattern: str, loss_scale: float) -> int:
     """All-reduces in two windows, after one that lets the wrapper order its buckets."""
-    model = net()
-    optim = OPTIMIZERS["sgd"](model.parameters())
-    model, optim = amp.initialize(
-        model, optim, opt_level=level, dtype=torch.bfloat16, loss_scale=loss_scale, verbosity=0
-    )
+    model, optim = start_amp(net(), OPTIMIZERS["sgd"], level, dtype=torch.bfloat16, loss_scale=loss_scale)
     ddp = DistributedDataParallel(model)
 
     def window(step: int) -> None:

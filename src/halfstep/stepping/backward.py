@@ -348,8 +348,7 @@ class Window:
         if self.release is not None:
             self.release.abandon()
         if lost:
-            found_inf = torch.ones((), dtype=torch.float32, device=self.device)
-            record_pass([self], found_inf)
+            record_pass([self], torch.ones((), dtype=torch.float32, device=self.device))
         self.close(state)
 
     def notify_closed(self, scaler: DeviceLossScaler, scale: torch.Tensor, *, by: str) -> None:

@@ -174,8 +174,7 @@ class DDPHook:
         wrapper = self.wrapper()
         if wrapper is None or self.hooked or has_comm_hook(wrapper):
             return
-        own = self.always_fp32 or self.predivide is not None or not self.average
-        if own or self._fp32 or self._may_leave_unused:
+        if self.always_fp32 or self.predivide is not None or not self.average or self._fp32 or self._may_leave_unused:
             wrapper.register_comm_hook(weakref.ref(self), _communicate)
             self.hooked = True
 
@@ -185,12 +184,10 @@ class DDPHook:
         """Hook the outputs of a forward pass so that ``_begin_plain`` runs when the backward pass begins."""
         wrapper: Any = self.wrapper()
         masters = [p for p in wrapper.module.parameters() if self.holds(p) and is_half(p) and keeper_of(p) is not None]
-        if not masters:
-            return
-        if self.changes_gradients:
+        if masters and self.changes_gradients:
             self.hook(masters)
         begin = weakref.WeakMethod(self._begin_plain)
-        for output in outputs_of_wrapper(outputs):
+        for output in outputs_of_wrapper(outputs) if masters else ():
             if output.requires_grad:
                 output.register_hook(lambda _: (method := begin()) and method(masters))
 
@@ -208,6 +205,7 @@ class DDPHook:
 
         def end() -> None:
             if self._plain is not None:
+                self.remember_unsynced(p for p in masters if p.grad is not None and self.allreduces == before)
                 gradients.finish(None, torch.zeros((), dtype=torch.float32, device=self.device))
                 self.abandon_plain()
             if self.allreduces > before:
