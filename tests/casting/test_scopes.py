@@ -8,6 +8,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -673,22 +674,30 @@ def forward(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("inside", [True, False])
-def test_compile_fullgraph(inside: bool) -> None:
+@pytest.mark.parametrize("half", [BF16, FP16])
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("where", ["around", "inside", "made outside", "decorator"])
+def test_compiled(where: str, breaks: bool, half: torch.dtype) -> None:
+    """Dynamo does not trace a scope that it did not see made, or with a break in it: the scope runs in Python."""
     torch._dynamo.reset()
-    weight = nn.Parameter(torch.randn(4, 4))
+    weight, before = nn.Parameter(torch.randn(4, 4)), native()
+    made = amp.auto_cast(dtype=half, custom_white_list=["exp"])
+
+    def called(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if breaks:
+            torch._dynamo.graph_break()
+        return forward(x, weight)
 
     def whole(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with amp.auto_cast(dtype=BF16, custom_white_list=["exp"]):
-            return forward(x, weight)
+        with amp.auto_cast(dtype=half, custom_white_list=["exp"]) if where == "inside" else made:
+            return called(x, weight)
 
-    fast = torch.compile(whole if inside else forward, backend="aot_eager", fullgraph=True)
-    if inside:
+    function = {"around": called, "decorator": made(called)}.get(where, whole)
+    fast = torch.compile(function, backend="aot_eager", fullgraph=where in ("around", "inside") and not breaks)
+    with made if where == "around" else nullcontext():
         y, e = fast(X, weight)
-    else:
-        with amp.auto_cast(dtype=BF16, custom_white_list=["exp"]):
-            y, e = fast(X, weight)
-    assert (y.dtype, e.dtype) == (BF16, BF16)
+    assert native() == before or (where == "inside" and breaks)  # Dynamo leaves the dtype of autocast (torch 2.13)
+    assert (y.dtype, e.dtype) == (half, half)
     y.float().sum().backward()
     assert weight.grad.dtype is FP32
 

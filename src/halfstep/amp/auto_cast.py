@@ -17,7 +17,7 @@ from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.hardware import accelerator, warn_if_absent, warn_if_slow
 from ..core.oplists import OpLists
 from ..core.removed import removed_arguments
-from ..torch_internals.compiler_compat import traced_as_constant
+from ..torch_internals.compiler_compat import not_by_itself, traced_as_constant
 from .arguments import RecipeChoice
 from .options import lists_of
 
@@ -116,6 +116,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
     """
 
     @removed_arguments("keep_casts")
+    @not_by_itself
     def __init__(
         self,
         enable: bool | str = True,
@@ -161,10 +162,9 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             warn_if_absent(devices or ("cpu",))
             if emulate is False:
                 warn_if_slow(torch.device(devices[-1] if devices else accelerator() or "cpu"), half)
-        level = "O1" if level == "O0" else level
         make: Any = _printed if torch.compiler.is_dynamo_compiling() else lists_of
         custom = {"white": custom_white_list, "black": custom_black_list, "wide": custom_wide_list}
-        lists = make(op_lists, custom, level=level, use_promote=use_promote)
+        lists = make(op_lists, custom, level="O1" if level == "O0" else level, use_promote=use_promote)
         if products is not None:
             from ..formats.recipe import text_of  # imported when asked for
 

@@ -14,7 +14,7 @@ from ..core.dtypes import dtype_name, parse_dtype
 from ..core.hardware import accelerator
 from ..core.oplists import OpLists
 from ..core.oplists.tables import NATIVE
-from ..torch_internals.compiler_compat import traced_as_constant
+from ..torch_internals.compiler_compat import not_by_itself, traced_as_constant
 from .emulation import Emulate, EmulatedKinds, emulated_kinds
 
 __all__ = ["NOTHING", "CastingConfig", "config_of", "derive", "dtype_of"]
@@ -92,6 +92,7 @@ class CastingConfig:
 
     by_call = False
 
+    @not_by_itself
     def __init__(
         self,
         dtype: torch.dtype | None,

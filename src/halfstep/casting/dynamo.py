@@ -16,11 +16,9 @@ import torch
 
 from ..core.oplists.tables import NATIVE
 from ..torch_internals.compiler_compat import (
-    FrameAction,
-    FrameExecStrategy,
     enter_autocast,
     never_traced,
-    set_code_exec_strategy,
+    not_by_itself,
     traced_as_constant,
     tracer_follows_autocast,
 )
@@ -28,21 +26,11 @@ from .config import CastingConfig, config_of
 from .current import is_current, plan_of, push_traced, thread
 from .dispatch import CastMode
 
-__all__ = ["eager", "enter_model", "enter_scope", "not_by_itself"]
+__all__ = ["eager", "enter_model", "enter_scope"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _modes: dict[str, CastMode] = {}
-
-
-def not_by_itself(hook: F) -> F:
-    """Mark a hook so that Dynamo traces it within a compiled call, but never compiles it or its callees on their own.
-
-    If a whole module call is compiled, its hooks are part of the graph. But for ``torch.compile(module)`` Dynamo
-    compiles ``forward``, and each hook as a separate program (torch 2.13); there the hook must run in Python.
-    """
-    set_code_exec_strategy(hook.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
-    return hook
 
 
 # If Dynamo skips a frame, such as an LSTM's, it would compile each call of the mode as a separate program.
@@ -73,8 +61,8 @@ def enter_scope(casting: CastingConfig) -> None:
     """Enter a user's ``with`` block, in which a newer Dynamo also keeps native autocast."""
     explicit = not tracer_follows_autocast()
     mode = _modes[_prepare_mode(casting.key, explicit)]
-    devices = () if explicit else [device for device in mode.config.devices if device in NATIVE]
-    native = [enter_autocast(device, mode.config.dtype, device in mode.config.native, False) for device in devices]
+    config, devices = mode.config, () if explicit else mode.config.devices
+    native = [enter_autocast(each, config.dtype, each in config.native, False) for each in devices if each in NATIVE]
     push_traced(mode, casting.key, True, native)
 
 

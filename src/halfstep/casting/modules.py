@@ -26,13 +26,13 @@ from ..core.oplists.tables import OPS
 from ..kernels.shards import is_sharded
 from ..parameters.held_masters import MATERIALIZED, sync_held_masters
 from ..torch_internals.callers import caller_in
+from ..torch_internals.compiler_compat import not_by_itself
 from ..torch_internals.torch_compat import BatchNorm, forward_hooks, hook_tables, jit_tracing_state
 from . import dynamo
 from .buffers import UpdatedBuffers, buffers_to_keep
 from .config import dtype_of
 from .containers import Made, cast_tree
 from .current import OpScope, clear_cache, leave_traced, thread
-from .dynamo import not_by_itself
 from .first_passes import FirstPasses
 from .inputs import ModelInputs, ModuleInputs, write_back
 from .methods import unwatch_methods, watch_methods

@@ -27,6 +27,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..core.oplists.tables import NATIVE
+from ..torch_internals.compiler_compat import not_by_itself
 from . import dynamo
 from .autograd_functions import with_inputs_cast
 from .config import NOTHING, CastingConfig
@@ -74,6 +75,7 @@ class OpCasting(CastingConfig, ContextDecorator):
     created in it recompute under the same lists.
     """
 
+    @not_by_itself
     def __enter__(self) -> OpCasting:
         if torch.compiler.is_dynamo_compiling():
             dynamo.enter_scope(self)
@@ -81,6 +83,7 @@ class OpCasting(CastingConfig, ContextDecorator):
             enter(self, self, sys._getframe(1) if self.by_call else None, explicit=True)
         return self
 
+    @not_by_itself
     def __exit__(self, *exc: object) -> None:
         if torch.compiler.is_dynamo_compiling():
             leave_traced()

@@ -16,9 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.overrides
-from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
-from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 
@@ -29,8 +27,6 @@ T = TypeVar("T", bound=torch.Tensor)
 
 __all__ = [
     "FakeMode",
-    "FrameAction",
-    "FrameExecStrategy",
     "as_subclass_without_numbers",
     "codegen_of",
     "compile_errors",
@@ -43,9 +39,9 @@ __all__ = [
     "is_traced",
     "needs_values",
     "never_traced",
+    "not_by_itself",
     "own_code",
     "register_backend",
-    "set_code_exec_strategy",
     "show_to_modes",
     "size_expression",
     "size_value",
@@ -126,6 +122,18 @@ def show_to_modes(functions: Iterable[Callable[..., Any]]) -> None:
     listed.extend(set(functions).difference(listed))
     if (tracer := sys.modules.get("torch._dynamo.variables.torch")) is not None:  # has copied the lists
         tracer.get_overridable_functions().update(listed)
+
+
+def not_by_itself(function: F) -> F:
+    """Mark a function so that Dynamo traces it within a compiled call, but never compiles it or its callees by itself.
+
+    If a whole module call is compiled, its hooks are part of the graph. But for ``torch.compile(module)`` Dynamo
+    compiles ``forward``, and each hook as a separate program (torch 2.13); there the hook must run in Python. The same
+    holds for the methods of a scope, which Dynamo compiles one by one if it gives up the function with the scope.
+    AOTAutograd drops the casting that such a program would turn on.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
 
 
 @traced_as_constant
