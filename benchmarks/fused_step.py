@@ -86,6 +86,7 @@ def _contenders(shapes: list[tuple[int, ...]], device: torch.device) -> list[Con
     fused = partial(fused_step, shapes, device)
     contenders = [
         Contender(BASELINE, torch_step(shapes, device)),
+        Contender("torch, foreach=False", torch_step(shapes, device, fused=False, foreach=False)),
         Contender("split", fused(master_weights="split")),
         Contender("torch.AdamW at O2", _at_o2(shapes, device, fused=True)),
         Contender("torch.AdamW at O2, fused=False", _at_o2(shapes, device, fused=False)),
@@ -105,11 +106,14 @@ def _contenders(shapes: list[tuple[int, ...]], device: torch.device) -> list[Con
 
 
 def torch_step(
-    shapes: list[tuple[int, ...]], device: torch.device, make: Callable[..., Any] = torch.optim.AdamW
+    shapes: list[tuple[int, ...]],
+    device: torch.device,
+    make: Callable[..., Any] = torch.optim.AdamW,
+    **options: Any,
 ) -> Callable[[], None]:
     params = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     grads = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
-    optimizer = make(params, lr=1e-4, fused=True)
+    optimizer = make(params, lr=1e-4, **{"fused": True, **options})
     scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
     scaler.scale(torch.ones((), device=device))
 

@@ -104,6 +104,15 @@ _OPEN: weakref.WeakSet[Gradients] = weakref.WeakSet()
 """The ``Gradients`` between ``begin`` and ``finish`` or ``forget``. Without them, no gradient is set aside."""
 
 
+def _owned() -> set[int]:
+    """Return the identities of the parameters whose gradients an open block handles.
+
+    Optimizers may share a parameter, and only one of them may unscale its gradient: the first that opened a block. If
+    an interrupt prevented the block's exit, the block is freed, and other optimizers may handle the parameter.
+    """
+    return {id(slot.param) for each in _OPEN if each._block() is not None for slot in each._rows}
+
+
 class Gradients:
     """The gradients of one optimizer's parameters.
 
@@ -118,6 +127,7 @@ class Gradients:
     def __init__(self, table: OptimizerTable) -> None:
         self.table = table
         self._rows: list[Slot] = []  # the rows whose gradients this optimizer handles in the open pass
+        self._block: Any = None  # a weak reference to the block that is open, or was open last
         self._generation = -1  # the generation of the table in `begin`; -1 while no pass is open
         self._ready_for = -1  # the generation for which `grad_dtype` suits passes without a block; -1 if unknown
         self.has_saved = False
@@ -139,12 +149,11 @@ class Gradients:
             in_place: a function that returns the rows whose gradients stay in ``p.grad``, multiplied by ``scale``,
                 because the pass accumulates into them; None if there are no such rows.
         """
-        _OPEN.add(self)
-        self._rows = [s for s in self.table.slots if s.grad.block is None or s.grad.block() is None]
+        owned = _owned() if _OPEN else ()
+        self._rows = [s for s in self.table.slots if id(s.param) not in owned] if owned else self.table.slots
+        self._block = weakref.ref(block)
         self._generation, self._ready_for = self.table.generation, -1
-        ref = weakref.ref(block)
-        for slot in self._rows:
-            slot.grad.block = ref
+        _OPEN.add(self)
         if scale is None and not self.table.fp32_grads:
             return
         if scale is None and hasattr(block, "loss") and None in [slot.narrow for slot in self._rows]:
@@ -200,7 +209,8 @@ class Gradients:
         if there := [s.param for s in rows if (grad := s.param.grad) is not None and grad.dtype is torch.bfloat16]:
             reached = uses(roots)
             widen([param for param in there if id(param) in reached])
-        if plain := [s for s in rows if inside or s.grad.block is None or s.grad.block() is None]:
+        owned = () if inside else _owned()
+        if plain := [slot for slot in rows if id(slot.param) not in owned]:
             self.expect(plain)
 
     @torch.no_grad()
@@ -229,7 +239,7 @@ class Gradients:
     def forget(self) -> None:
         """Drop the saved gradients, and let other optimizers handle the parameters."""
         for slot in self._rows:
-            slot.grad.saved = slot.grad.block = None
+            slot.grad.saved = None
         self._rows, self._pending, self.has_saved, self._generation = [], [], False, -1
         _OPEN.discard(self)
 
@@ -244,13 +254,11 @@ class Gradients:
                 is checked.
             done: identities of parameters to leave alone; only without ``begin``.
         """
-        rows, params = self.table.slots, self.table.params
-        if _OPEN or done:
-            if self._generation != self.table.generation:  # no ``begin``, or user code added parameters after it
-                mine = set(map(id, [slot.param for slot in self._rows])).union(done)
-                left = [s for s in rows if id(s.param) not in mine]
-                self._rows += [s for s in left if s.grad.block is None or s.grad.block() is None]
-            rows, params = self._rows, [slot.param for slot in self._rows]
+        rows = self._rows
+        if self._generation != self.table.generation:  # no ``begin``, or user code added parameters after it
+            taken = {*done, *_owned(), *(id(slot.param) for slot in rows)} if _OPEN or done else ()
+            rows = rows + [s for s in self.table.slots if id(s.param) not in taken] if taken else self.table.slots
+        params = self.table.params if rows is self.table.slots else [slot.param for slot in rows]
         inv_scale, half = None if scale is None else reciprocal(scale), rows if self.table.fp32_grads else []
         narrow = [s for s in half if s.fp32 and (g := s.param.grad) is not None and g.dtype in HALF_DTYPES]
         if narrow and inv_scale is None:
@@ -260,16 +268,12 @@ class Gradients:
             self._unscale_into(narrow, narrow if inv_scale is None else rows, inv_scale, found_inf)
         elif inv_scale is not None:
             self._unscaler.unscale(self._unscaler.gather(params), inv_scale, found_inf)
-        if rows is not self._rows:
-            return
-        if saved := [slot for slot in rows if slot.grad.saved is not None]:
-            self._add_saved(saved)
+        if self.has_saved:
+            self._add_saved([slot for slot in rows if slot.grad.saved is not None])
         if without := [slot for slot in self._pending if slot.param.grad is None]:
             self.expect(without)
         if self._pending and not self.table.reduces:
             self._ready_for = self.table.generation
-        for slot in rows:
-            slot.grad.saved = slot.grad.block = None
         self._rows, self._pending, self.has_saved, self._generation = [], [], False, -1
         _OPEN.discard(self)
 

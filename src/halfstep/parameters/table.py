@@ -74,15 +74,12 @@ class GradRecord:
     that it describes at every read, and written for every parameter in every pass. Three places hold the rest:
 
     - ``p.grad`` itself: None if there is no gradient, and its dtype says if it is fp32 or as the pass computed it.
-    - ``saved``, together with ``block``: the gradient from before the open block.
+    - ``saved``: the gradient from before the open block.
     - ``Iteration.noted`` (``amp/iteration.py``), only for a ``GradScaler`` between ``unscale_`` and ``update``: the
       tensors that are already unscaled, because optimizers of one scaler may share a parameter.
 
     Attributes:
         saved: the gradient that is set aside while a block is open.
-        block: a weak reference to the open block of the optimizer that set the gradient aside. Other optimizers with
-            the same parameter leave the gradient alone until the block closes, or is freed after an interrupt.
-            Otherwise both would unscale it.
         image: before torch 2.13, the fp32 gradient of which the 16-bit ``p.grad`` is a rounded copy; see ``ledger``.
         keepers: weak references to the keepers of the parameter's master; see ``master_registry``.
         saved_by_model: True if the state dict of the model contains the master, so that the state dict of the optimizer
@@ -90,7 +87,6 @@ class GradRecord:
     """
 
     saved: torch.Tensor | None = None
-    block: weakref.ref[object] | None = None
     image: Any = None
     keepers: list[weakref.ref[Keeper]] = field(default_factory=list)
     saved_by_model: bool = False
