@@ -301,10 +301,10 @@ class GradScaler(ScalerSettings):
                 "scaler.scale(loss).backward() before unscale_() or step()."
             )
         assert self._home is not None  # because a loss was scaled
-        scale = self._scaler.scale(self._home) if self._moved_from is None else self._moved_from
         window, iteration, table = attached.window, self._iteration, attached.window.keeper.table
         # The tensor that `update` changes in place, so it is also the scale of the next losses.
-        window.scale = self._scaler.state(scale.device).scale
+        window.scale = self._scaler.state(self._home).scale
+        scale = window.scale if self._moved_from is None else self._moved_from
         table.refresh()
         params, found_inf = table.params, torch.zeros_like(scale)
         result = found_inf

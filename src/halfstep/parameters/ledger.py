@@ -306,9 +306,9 @@ class Gradients:
             sums = [slot.grad.saved.float() for slot in again]  # type: ignore[union-attr]
             groups = self._unscaler.get("again", owners, grads, sums)
             multi_tensor.unscale_into(grads, sums, inv_scale, found_inf, accumulate=True, groups=groups)
-            for slot, total in zip(again, sums, strict=True):
+            set_grads(owners, sums)
+            for slot in again:
                 slot.grad.saved = None
-                set_grads([slot.param], [total])
         done = set(map(id, again))
         params = [s.param for s in rows if s.param.grad is not None and id(s) not in done]
         if params:

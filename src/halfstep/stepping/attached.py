@@ -43,6 +43,7 @@ __all__ = [
     "attached_to",
     "creation_callbacks",
     "observers",
+    "refuse_attached",
     "share_overflows",
     "skipped_steps",
 ]
@@ -73,14 +74,23 @@ def attach(optimizer: torch.optim.Optimizer, *, fused: bool = False, **options: 
     Raises:
         UsageError: if the optimizer is already attached.
     """
+    refuse_attached(optimizer)
+    attached = AttachedOptimizer(optimizer, base=fused_base(optimizer) if fused else type(optimizer), **options)
+    WINDOWS[attached.window] = None
+    return attached
+
+
+def refuse_attached(optimizer: object) -> None:
+    """Refuse an optimizer that is already attached.
+
+    Raises:
+        UsageError: if it is.
+    """
     if attached_to(optimizer) is not None:
         raise UsageError(
             f"This {type(optimizer).__name__} was already prepared by amp.initialize, amp.decorate, FP16_Optimizer or "
             "amp.init, and an optimizer can be prepared only once; make a new optimizer to start over."
         )
-    attached = AttachedOptimizer(optimizer, base=fused_base(optimizer) if fused else type(optimizer), **options)
-    WINDOWS[attached.window] = None
-    return attached
 
 
 def skipped_steps(counts: dict[str, Any]) -> int:

@@ -31,7 +31,7 @@ from ..parameters.ledger import set_grads
 from ..parameters.master_registry import keeper_of
 from ..parameters.table import record_of
 from ..torch_internals.torch_compat import HAS_GRAD_DTYPE, is_flattened
-from .attached import AttachedOptimizer, attach, attached_to, share_overflows
+from .attached import AttachedOptimizer, attach, refuse_attached, share_overflows
 
 __all__ = ["check", "check_state_form", "prepare", "prepare_model", "prepare_optimizer"]
 
@@ -250,11 +250,7 @@ def check(
     known = {id(param) for model in models for param in model.parameters()}
     for optimizer in map(unwrap, optimizers):
         kind = type(optimizer).__name__
-        if attached_to(optimizer) is not None:
-            raise UsageError(
-                f"This {kind} was already prepared by amp.initialize or amp.decorate, and an optimizer can be prepared "
-                "only once; make a new optimizer to start over."
-            )
+        refuse_attached(optimizer)
         if release_of(optimizer) is not None:
             raise UsageError(
                 f"attach() was called on this {kind} before {caller}, which changes the optimizer's step; call "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -43,6 +44,7 @@ class _NotEntered(UsageError, AttributeError):  # noqa: N818 - an AttributeError
     """Raised if user code uses a block as if it were the loss."""
 
 
+@dataclass(eq=False)
 class ScaledBackward:
     """A context manager that returns the scaled loss; on exit it unscales the new gradients and updates the loss scale.
 
@@ -63,55 +65,47 @@ class ScaledBackward:
         LossScaleCollapsed: on exit, if the scale was at its floor for too many overflows in a row.
     """
 
-    def __init__(
-        self,
-        loss: torch.Tensor,
-        windows: Sequence[Window],
-        scaler: DeviceLossScaler,
-        *,
-        name: str,
-        found_inf: torch.Tensor | None = None,
-        delay: bool = False,
-        check: bool = True,
-    ) -> None:
-        check_loss(name, loss)
-        self.loss = loss
-        self._windows = windows
-        self._scaler = scaler
-        self._name = name
-        self._found_inf = found_inf
-        self._delay = delay
-        self._check = check
-        # Windows that the block does not name but the pass may reach, with their states before the block.
-        self._unnamed: dict[Window, WindowState] = {}
-        self._scale: torch.Tensor | None = None
-        self._hooks: list[Any] = []  # handles of the hooks on "loss" and "scaled_loss"
-        self._reached: set[str] = set()  # the names of the two that a backward pass went through
+    loss: torch.Tensor
+    windows: Sequence[Window]
+    scaler: DeviceLossScaler
+    _: KW_ONLY
+    name: str
+    found_inf: torch.Tensor | None = None
+    delay: bool = False
+    check: bool = True
+    # Windows that the block does not name but the pass may reach, with their states before the block.
+    _unnamed: dict[Window, WindowState] = field(default_factory=dict, init=False)
+    _scale: torch.Tensor | None = field(default=None, init=False)
+    _hooks: list[Any] = field(default_factory=list, init=False)  # handles of the hooks on "loss" and "scaled_loss"
+    _reached: set[str] = field(default_factory=set, init=False)  # the names of the two that a pass went through
+
+    def __post_init__(self) -> None:
+        check_loss(self.name, self.loss)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _NotEntered(
-            f"{self._name} returns a context manager, which has no {name!r}: write `with {self._name}(loss, optimizer) "
+            f"{self.name} returns a context manager, which has no {name!r}: write `with {self.name}(loss, optimizer) "
             "as scaled_loss: scaled_loss.backward()`."
         )
 
     def __repr__(self) -> str:
-        return f"<{self._name} block for {counted(len(self._windows), 'optimizer')}, {self._scaler.name}>"
+        return f"<{self.name} block for {counted(len(self.windows), 'optimizer')}, {self.scaler.name}>"
 
     @eager
     def __enter__(self) -> torch.Tensor:
         loss = self.loss
-        guard = functools.partial(_refuse_unscaled, self._reached, self._name)
+        guard = functools.partial(_refuse_unscaled, self._reached, self.name)
         try:
-            scales = self._found_inf is not None or not self._scaler.neutral
-            self._scale = scale = self._scaler.scale(loss.device) if scales else None
+            scales = self.found_inf is not None or not self.scaler.neutral
+            self._scale = scale = self.scaler.scale(loss.device) if scales else None
             wide = loss.float() if loss.dtype in HALF_DTYPES else loss
             scaled = wide if scale is None else wide * scale
             with DisableTorchFunction():  # otherwise modes, such as the casts of O1, see each access of an attribute
-                for window in self._windows:
-                    if self._delay and window.release is not None:
+                for window in self.windows:
+                    if self.delay and window.release is not None:
                         window.release.refuse_delay()
                     window.begin(scale, block=self, guard=guard)
-                for window in [] if scale is None or len(WINDOWS) <= len(self._windows) else reachable(self._windows):
+                for window in [] if scale is None or len(WINDOWS) <= len(self.windows) else reachable(self.windows):
                     # `begin` clears the gradients of a skipped step, so that the state after the pass is not DIRTY.
                     self._unnamed[window] = WindowState.IDLE if window.state is WindowState.DIRTY else window.state
                     window.begin(scale, block=self, guard=_refuse_release, named=False)
@@ -143,40 +137,40 @@ class ScaledBackward:
             raise
 
     def _close(self) -> None:
-        if self._reached == {"loss"} and any(window.keeper.gradients.arrived() for window in self._windows):
-            _refuse_unscaled(self._reached, self._name)
+        if self._reached == {"loss"} and any(window.keeper.gradients.arrived() for window in self.windows):
+            _refuse_unscaled(self._reached, self.name)
         if self._hooks and not self._reached:
-            warn_no_backward(self._windows[0], self._name)
+            warn_no_backward(self.windows[0], self.name)
         while self._hooks:
             self._hooks.pop().remove()
         for callback in before_unscaling:
             callback()
-        found_inf = self._found_inf
+        found_inf = self.found_inf
         if found_inf is None:
             found_inf = torch.zeros((), dtype=torch.float32, device=self.loss.device)
         # A pass without gradients is not recorded: under FSDP2 without synchronization they arrive in a later pass.
-        found = [window.finish(self._scale, found_inf, self._scaler) for window in self._windows]
+        found = [window.finish(self._scale, found_inf, self.scaler) for window in self.windows]
         for window in list(self._unnamed):
             self.finish_reached(window)
-        if self._scale is not None and self._check and any(found):
-            record_pass(self._windows, found_inf, self._scaler, scaler=self._scaler)
+        if self._scale is not None and self.check and any(found):
+            record_pass(self.windows, found_inf, self.scaler, scaler=self.scaler)
         else:
-            for window in self._windows:
+            for window in self.windows:
                 window.close()
-        if self._delay:
-            for window in self._windows:
+        if self.delay:
+            for window in self.windows:
                 window.state = WindowState.SCALED
 
     def finish_reached(self, window: Window) -> None:
         """End the pass for an optimizer that this block does not name."""
         assert self._scale is not None
-        window.finish_reached(self._scaler, self._scale, self._unnamed.pop(window))
+        window.finish_reached(self.scaler, self._scale, self._unnamed.pop(window))
 
     def _abandon(self) -> None:
         """Put back the set-aside gradients of each optimizer whose window this block still has open."""
         while self._hooks:
             self._hooks.pop().remove()
-        for window in (*self._windows, *self._unnamed):
+        for window in (*self.windows, *self._unnamed):
             if window.block is self:
                 window.abandon()
 
