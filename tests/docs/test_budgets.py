@@ -26,10 +26,10 @@ BUDGETS = {  # calls, files, returns
     "O2 bfloat16, SGD, scale_loss": (99, 25, 12),
     "O2 bfloat16, SGD, scale_loss, emulate=False": (72, 22, 12),
     "O2 float16, torch AdamW, scale_loss": (127, 32, 22),
-    "GradScaler, SGD": (35, 12, 6),
+    "GradScaler, SGD": (33, 12, 6),
     "FusedAdam.step": (17, 6, 2),
     "Model.fit at O1": (68, 9, 3),
-    "Executor.run at O2": (100, 24, 14),
+    "Executor.run at O2": (98, 24, 14),
 }
 
 GROUPS = {  # rooms, of which each change may take lines from one to another
@@ -40,8 +40,8 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
     "diagnostics": ("diagnostics",),
     "paddle": ("paddle",),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_968, "compat": 3_459, "diagnostics": 4_224, "paddle": 1_458}
-ALL_CODE_LINES = 23_072
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_955, "compat": 3_459, "diagnostics": 4_224, "paddle": 1_458}
+ALL_CODE_LINES = 23_059
 FEATURES = {"diagnosis": (484, 543), "formats": (1_499, 1_299), "searching": (900, 700)}
 FEATURES |= {"profiling": (1_100, 900), "parity": (500, 450)}
 """Lines of code of a room and of its tests. The budgets of all sources and all tests leave them out (issue 48)."""
