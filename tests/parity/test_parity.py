@@ -131,12 +131,22 @@ def test_other_weights_are_inputs_that_differ() -> None:
         ),
         (lambda x: x.bfloat16().sum(-1), lambda x: x.bfloat16().float().cumsum(-1)[:, -1], "cast"),
         (lambda x: torch.addcdiv(x, x, x.exp(), value=0.3), lambda x: x + 0.3 * (x / x.exp()), "fused"),
+        (lambda x: x.sum(), lambda x: x.flip(0).sum(), "order"),
     ],
 )
 def test_kinds_of_functions(a: Callable[..., Any], b: Callable[..., Any], kind: str) -> None:
     first = parity(a, b, 3 * X).first
     assert first is not None
     assert first.kind == kind or (kind == "cast" and first.kind in ("fused", "accumulation"))
+    if kind == "order":  # ulps of the sums, not of numbers that were moved
+        assert first.op == "sum"
+        assert first.ulps < 1e3
+
+
+def test_ulps_of_complex_numbers_are_ulps_of_their_parts() -> None:
+    first = parity(torch.fft.fft, lambda x: torch.fft.fft(x.double()).to(torch.complex64), X).first
+    assert first is not None
+    assert 0 < first.ulps < 1e5
 
 
 def test_everything_is_as_before() -> None:
@@ -242,6 +252,7 @@ def test_compiled_code() -> None:
             "No module has the same",
         ),
         (mlp(), "text.pt", "text.pt is not a saved run. parity.record"),
+        (mlp(), "no.pt", "no.pt is not a saved run. parity.record"),
         (mlp(), "old.pt", "old.pt has the format 'halfstep parity 2', not .* 3': record it again. parity.record"),
     ],
 )

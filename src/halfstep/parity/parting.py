@@ -83,14 +83,15 @@ class _Side:
         self.given = {(run.rows[i].module, run.rows[i].op, run.rows[i].shape): i for i in found if i not in made}
         self.keys = [(row.module, row.op, row.index, tuple(row.shape)) for row in map(run.rows.__getitem__, self.ops)]
 
-    def part_at(self, count: int) -> None:
-        """Note that so many ops are at the parting."""
+    def part_at(self, count: int) -> bool:
+        """Put the first ops at the parting; return True if one of them computes or rounds."""
         self.at = self.ops[:count]
         casts = [self.rows[i] for i in self.at if self.rows[i].op in _CASTS]
         self.roundings = sum(not any(is_same(row, self.rows[j]) for j in row.inputs) for row in casts)
         self.computing = [i for i in self.at if self.rows[i].op not in _CASTS | _MOVES]
         self.names = [self.rows[i].op.rstrip("_") for i in self.computing]
         self.sums = sum(name in PRODUCTS | _SUMS for name in self.names)
+        return bool(self.computing or self.roundings)
 
     @property
     def order_of_eps(self) -> tuple[str, ...]:
@@ -133,16 +134,15 @@ def part(run: SideRun, other: SideRun) -> Parting | None:
     a, b = _Side(run, other), _Side(other, run)
     if not a.ops or not b.ops:
         return None
-    if both := [name for name in a.given if name in b.given]:
-        pair = a.given[both[0]], b.given[both[0]]
+    if pair := next(((i, b.given[place]) for place, i in a.given.items() if place in b.given), None):
         return Parting("inputs", None, ([pair[0]], [pair[1]]), pair)
     blocks = SequenceMatcher(None, a.keys, b.keys, autojunk=False).get_matching_blocks()
     ends = (len(a.keys), len(b.keys))
     # Three aligned ops in a row end the place at which the runs part.
     anchor = next(x for x in blocks if x.size >= 3 or not x.size or (x.a + x.size, x.b + x.size) == ends)
-    begins = not anchor.a and not anchor.b  # with the same op on both sides
-    a.part_at(anchor.a or begins)
-    b.part_at(anchor.b or begins)
+    if not a.part_at(anchor.a) | b.part_at(anchor.b):  # the op after them is the first that shows the difference
+        a.part_at(anchor.a + 1)
+        b.part_at(anchor.b + 1)
     last = a.end(b), b.end(a)
     last = last if a.rows[last[0]].shape == b.rows[last[1]].shape else (a.outputs[0], b.outputs[0])
     return Parting(*_kind(a, b), (a.at, b.at), last)

@@ -77,14 +77,13 @@ class BitRecorder(Recorder):
 
     def finish(self, output: Any) -> list[int]:
         """Record what the run returned, and fetch the samples; returns the rows of the outputs."""
-        first = len(self.rows)
         for i, tensor in enumerate(tensors_in(output)):
             values = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
             made = self._made.get(tensor.untyped_storage().data_ptr())
             known, inputs = (tensor.dtype, tensor.shape), () if made is None else (made,)
             self._write(LinkedRow(OUTPUT, "output", i, False, *known, *self._look(values), inputs), values, keep=True)
         self._fetch()
-        return list(range(first, len(self.rows)))
+        return [i for i, row in enumerate(self.rows) if row.module == OUTPUT]
 
     def _look(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute the sample and a digest of the numbers, which the same numbers have in every dtype."""
@@ -192,7 +191,7 @@ class SideRun:
         """
         try:
             saved = torch.load(path, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError):
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError):
             saved = None
         known = saved[0] if isinstance(saved, tuple) else ""
         if known != _FORMAT:

@@ -224,12 +224,12 @@ def _in_float64(side: SideRun, found: Parting) -> torch.Tensor | None:
 
 
 def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def ulps(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Compute the distance of values, in units in the last place of a dtype; inf where only one is finite."""
-    info = torch.finfo(dtype if dtype.is_floating_point else torch.float64)
+    info = torch.finfo(dtype if _eps(dtype) else torch.float64)
     size = torch.maximum(a.abs(), b.abs()).clamp_min(info.smallest_normal)
     unit = torch.ldexp(torch.full_like(size, info.eps), torch.frexp(size).exponent - 1)
     equal = (a == b) | (a.isnan() & b.isnan())
