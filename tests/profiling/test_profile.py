@@ -478,6 +478,29 @@ def test_a_step_that_raises_is_named_and_its_error_is_the_cause() -> None:
     assert halfstep.profile(training()[0], steps=1).steps == 1  # the profiler is free again
 
 
+def test_ctrl_c_frees_the_profiler() -> None:
+    def step() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        halfstep.profile(step, warmup=0)
+    assert halfstep.profile(training()[0], steps=1).steps == 1
+
+
+def test_another_profiler_is_refused() -> None:
+    def step() -> None:
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU]):
+            torch.ones(2)
+
+    with pytest.raises(halfstep.HalfstepError, match="torch runs one profiler at a time"):
+        halfstep.profile(step)
+    with (
+        torch.profiler.profile(activities=[ProfilerActivity.CPU]),
+        pytest.raises(halfstep.HalfstepError, match="torch runs one profiler at a time"),
+    ):
+        halfstep.profile(training()[0])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -189,9 +189,7 @@ def _is_product(name: str) -> bool:
 
 def _is_cast(call: Call) -> bool:
     used = [dtype for dtype in call.dtypes[:2] if dtype]
-    if _short(call.name) == "copy_":
-        return len(used) == 2 and used[0] != used[1]
-    return bool(used)
+    return len({*used}) == 2 if _short(call.name) == "copy_" else bool(used)
 
 
 def _has_shapes(call: Call) -> bool:

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, record_function
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.inner_optimizers import params_of, unwrap
+from ..torch_internals.torch_compat import profiler_enabled
 from .accounts import RunSettings
 from .answer import Profile, profile_of
 from .machine import cores, denormal_cost, machine_of, thread_cost
@@ -27,6 +28,7 @@ from .trace import FORWARD, STEP, parsed, trace_of
 __all__ = ["of_run", "profile"]
 
 _WARMUP, _STEPS = 3, 5  # of a script: steps before the profiled ones, and these
+_OTHER = "torch runs one profiler at a time: take torch.profiler out of the steps and from around halfstep.profile."
 _CYCLE = 0.1
 """Seconds after which torch.profiler is stopped at the end of a step, and started again for the next one.
 
@@ -62,7 +64,7 @@ def profile(
     Raises:
         ArgumentTypeError: for an argument of another type.
         ArgumentValueError: for fewer than 0 steps of warmup, or fewer than 1 step.
-        UsageError: for a step that raises an error; it is the cause.
+        UsageError: for a step that raises an error, which is the cause; or if another profiler runs.
     """
     if not callable(step):
         raise ArgumentTypeError(f"profile takes a function that runs a step, not {type(step).__name__}.")
@@ -73,16 +75,17 @@ def profile(
             raise ArgumentValueError(f"{name} must be a whole number of at least {least}, not {value!r}.")
     optimizers = _optimizers(optimizer)
     recorder = OpRecorder(_device(device, model))
-    for number in range(warmup + steps):
-        if number == warmup:
-            recorder.recording = True
-        try:
+    try:
+        for number in range(warmup + steps):
+            recorder.recording = number >= warmup
             recorder.begin()
-            step()
-        except Exception as error:
-            recorder.stop()
-            raise UsageError(f"Step {number + 1} raised {type(error).__name__}: {str(error)[:200]}") from error
-        recorder.end()
+            try:
+                step()
+            except Exception as error:
+                raise UsageError(f"Step {number + 1} raised {type(error).__name__}: {str(error)[:200]}") from error
+            recorder.end()
+    finally:
+        recorder.stop()
     return recorder.profile(model, optimizers)
 
 
@@ -132,12 +135,11 @@ def of_run(run: Callable[[], Any], prepare: Callable[[nn.Module, Any], Any] | No
         pass
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
-            recorder.stop()
             raise
     finally:
         handle.remove()
-    if taken <= _WARMUP:
         recorder.stop()
+    if taken <= _WARMUP:
         return taken
     return recorder.profile(_model_of(known), [unwrap(each) for each in known])
 
@@ -188,6 +190,8 @@ class OpRecorder:
             self._step.__exit__(None, None, None)
             self._step = None
             self._hook.remove()
+            if not profiler_enabled():
+                raise UsageError(_OTHER)
             if self.device.type == "cpu" and time.perf_counter() - self._began > _CYCLE:
                 self._collect()
 
@@ -200,8 +204,7 @@ class OpRecorder:
         self._collect()
 
     def profile(self, model: nn.Module | None, optimizers: Sequence[Any]) -> Profile:
-        """Make the profile of what was recorded."""
-        self.stop()
+        """Make the profile of what was recorded, after ``stop``."""
         trace, threads = trace_of(self._events), torch.get_num_threads()
         if self._step is not None:
             trace.marks.remove(max((m for m in trace.marks if m.name == STEP), key=lambda mark: mark.start))
@@ -211,6 +214,8 @@ class OpRecorder:
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
+        if profiler_enabled():
+            raise UsageError(_OTHER)
         self._synchronize()
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         with warnings.catch_warnings():  # torch 2.11 warns of what a second cycle of a profiler would lose
@@ -220,14 +225,11 @@ class OpRecorder:
 
     def _collect(self) -> None:
         """Stop the profiler, if it runs, and keep its events."""
-        if self._profiler is None:
+        if self._profiler is None or not profiler_enabled():
             return
         profiler, self._profiler = self._profiler, None
         self._synchronize()
-        try:
-            profiler.stop()
-        except RuntimeError:  # a step that raised has stopped it
-            return
+        profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(path))

@@ -40,6 +40,7 @@ from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 from torch.amp.grad_scaler import OptState
 from torch.amp.grad_scaler import _refresh_per_optimizer_state as new_optimizer_state
 from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
+from torch.autograd import _profiler_enabled as profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.variable import Variable
 from torch.distributions.dirichlet import _Dirichlet as Dirichlet
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -124,6 +125,7 @@ __all__ = [
     "pop_dispatch_mode",
     "pop_function_mode",
     "pop_saved_hooks",
+    "profiler_enabled",
     "public_hook",
     "push_function_mode",
     "push_saved_hooks",
