@@ -244,17 +244,21 @@ def test_multiproc_runs_torchrun(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("*-of-*"))[:2] == ["0-of-2", "1-of-2"] or torch.cuda.is_available()
 
 
-def wrapped_for_a_while(rank: int, level: str) -> list[Any]:
+def wrapped_for_a_while(rank: int, level: str, scoped: bool) -> list[Any]:
     """Two steps in a wrapper, two without it, and two in a new one; passes are not synchronized."""
+    scope = amp.auto_cast(scoped, dtype=torch.float16)
     model: Any = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
     dtypes, masters = [], []
+    if scoped:  # autocast of torch refuses to wrap weights of the other half (torch 2.13)
+        with scope, pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+            torch.nn.parallel.DistributedDataParallel(model)
     for round_ in range(3):
         called = model if round_ == 1 else torch.nn.parallel.DistributedDataParallel(model)
         for step in range(2):
             x = torch.full((2, 3), 0.5 + step + (rank if called is not model else 0))
-            with contextlib.nullcontext() if called is model else called.no_sync():
+            with scope, contextlib.nullcontext() if called is model else called.no_sync():
                 called(x).float().square().mean().backward()
                 dtypes.append(model[0].weight.grad.dtype)
                 optimizer.zero_grad()
@@ -266,9 +270,8 @@ def wrapped_for_a_while(rank: int, level: str) -> list[Any]:
     return [dtypes, masters]
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_when_a_wrapper_is_gone_its_parameters_are_ordinary_ones(ranks: Ranks, level: str) -> None:
-    (dtypes, masters), (_, others) = ranks.run(wrapped_for_a_while, level)
+@pytest.mark.parametrize(("level", "scoped"), [("O0", False), ("O2", False), ("O2", True)])
+def test_when_a_wrapper_is_gone_its_parameters_are_ordinary_ones(ranks: Ranks, level: str, scoped: bool) -> None:
+    (dtypes, masters), (_, others) = ranks.run(wrapped_for_a_while, level, scoped)
     assert {*dtypes[:2], *dtypes[3:]} == {torch.float32}, "without a wrapper from the next zero_grad on"
-    for mine, its in zip(masters, others, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+    torch.testing.assert_close(masters, others, rtol=0, atol=0)

@@ -260,7 +260,7 @@ def _scales(
     blocks: torch.Tensor, format: Format, amax: torch.Tensor | float | None, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     largest = _largest(blocks).contiguous()
-    if amax is not None:  # of a block that is the whole tensor
+    if amax is not None:  # the block is the whole tensor
         largest = torch.as_tensor(amax, dtype=torch.float32, device=blocks.device).abs()
     if format.scale != "e4m3":
         return *block_scales(largest, format, None), None

@@ -209,7 +209,7 @@ class Gradients:
         if there := [s.param for s in rows if (grad := s.param.grad) is not None and grad.dtype is torch.bfloat16]:
             reached = uses(roots)
             widen([param for param in there if id(param) in reached])
-        in_block = self._rows is self.table.slots and self._block() is not None  # of all rows, as usual
+        in_block = self._rows is self.table.slots and self._block() is not None  # a block that handles all rows
         if inside or not in_block:
             owned = () if inside else _owned()
             self.expect([slot for slot in rows if id(slot.param) not in owned])

@@ -164,14 +164,14 @@ def _difference(runs: Sequence[SideRun], found: Parting, reference: str | None, 
 
 
 def _place(runs: Sequence[SideRun], found: Parting) -> dict[str, Any]:
-    """Return module, name and index among equal ops of the module for the first op at the parting."""
+    """Return the module of the first op where the runs part, its name, and its index among equal ops of the module."""
     side = 0 if found.rows[0] else 1
     named = [(row.module, canonical(row.op)) for row in runs[side].rows[: found.rows[side][0] + 1]]
     return {"module": named[-1][0], "op": named[-1][1], "occurrence": named.count(named[-1]) - 1}
 
 
 def _nearer(runs: Sequence[SideRun], found: Parting, values: Sequence[torch.Tensor]) -> str:
-    """Name the side whose values are nearer to float64; "" if both are equally near, or the ops have no float64."""
+    """Return the name of the side whose values are nearer to float64; "" if equal or if float64 does not run."""
     right = _in_float64(runs[0], found) if found.rows[0] else values[0]
     errors = [torch.inf if right is None else float((value - right).norm()) for value in values]
     return "" if errors[0] == errors[1] else runs[int(errors[1] < errors[0])].name

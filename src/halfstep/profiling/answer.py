@@ -133,7 +133,7 @@ def _sixteen(account: Account) -> tuple[float, float]:
     saved = spent = 0.0
     best = max(("bfloat16", "float16"), key=lambda half: account.machine.flops.get(half, 0.0))
     units = best in account.machine.flops
-    for each in (each for each in account.works if each.kind in ("products", "memory-bound ops", "casts")):
+    for each in (work for work in account.works if work.kind in ("products", "memory-bound ops", "casts")):
         time = each.piece.time
         gain = 2.0 if each.kind != "products" else max(2.0, account.machine.gain("float32", best)) if units else 1.0
         if each.kind == "casts":

@@ -30,10 +30,10 @@ __all__ = ["of_run", "profile"]
 _WARMUP, _STEPS = 3, 5  # of a script: steps before the profiled ones, and these
 _OTHER = "torch runs one profiler at a time: take torch.profiler out of the steps and from around halfstep.profile."
 _CYCLE = 0.1
-"""Seconds after which torch.profiler is stopped at the end of a step, and started again for the next one.
+"""Seconds of recording after which the end of a step stops torch.profiler; the next step starts it again.
 
-torch keeps 12 KB or more for an op until it is stopped, and little of that is needed here. A GPU works on while the
-host prepares the next step: there, stopping between steps would change what is measured."""
+torch.profiler keeps about 24 KB for each op until it is stopped, and little of that is needed here. A GPU is still busy
+while the host prepares the next step, so on a GPU stops between steps would change what is measured."""
 
 
 def profile(
@@ -164,7 +164,7 @@ class OpRecorder:
         device: the device of the steps.
 
     Attributes:
-        recording: True if steps that begin are recorded.
+        recording: True if the steps that begin from now on are recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -235,7 +235,7 @@ class OpRecorder:
             profiler.export_chrome_trace(str(path))
             self._events += parsed(path.read_text(encoding="utf-8", errors="replace"))[0]
         del profiler
-        gc.collect()  # a profiler of torch is part of a cycle, and has all that it recorded
+        gc.collect()  # torch's profiler is part of a reference cycle and holds everything that it recorded
 
     def _forward(self, *_: Any) -> None:
         self._hook.remove()

@@ -170,7 +170,7 @@ def read_trace(path: str | Path) -> ChromeTrace:
 
 
 def parsed(text: str | bytes) -> tuple[list[dict[str, Any]], str]:
-    """Parse a trace: its complete events and the name of the device, "" if it has none.
+    """Parse a trace into its complete events and the name of the device, "" if the trace does not name it.
 
     Of each event only what is read here is kept, and equal arguments are kept once.
     """

@@ -149,7 +149,7 @@ def search(
 
 
 def _kept(units: list[str], keep: Iterable[str]) -> list[str]:
-    """Return the units that the names and patterns of ``keep`` choose, each of which must choose one or more."""
+    """Return the units that ``keep`` chooses; each of its names and patterns must choose at least one."""
     keep = list(keep)
     for name in keep:
         if not chosen(units, [name]):
@@ -160,7 +160,7 @@ def _kept(units: list[str], keep: Iterable[str]) -> list[str]:
 
 
 def _answer(finder: Finder) -> tuple[str, str, Iterable[str]]:
-    """Run a search; return its status, a sentence about an early end, and the units to keep in fp32."""
+    """Run a search; return its status, the reason for an early end, and the units to keep in fp32."""
     try:
         return "found", "", finder.find()
     except KeyboardInterrupt:

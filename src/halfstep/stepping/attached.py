@@ -84,7 +84,7 @@ def refuse_attached(optimizer: object) -> None:
     """Refuse an optimizer that is already attached.
 
     Raises:
-        UsageError: if it is.
+        UsageError: if the optimizer is already attached.
     """
     if attached_to(optimizer) is not None:
         raise UsageError(

@@ -125,11 +125,11 @@ def show_to_modes(functions: Iterable[Callable[..., Any]]) -> None:
 
 
 def not_by_itself(function: F) -> F:
-    """Mark a function so that Dynamo traces it within a compiled call, but never compiles it or its callees by itself.
+    """Mark a function so that Dynamo traces it within a compiled call, but never compiles it or its callees alone.
 
     If a whole module call is compiled, its hooks are part of the graph. But for ``torch.compile(module)`` Dynamo
     compiles ``forward``, and each hook as a separate program (torch 2.13); there the hook must run in Python. The same
-    holds for the methods of a scope, which Dynamo compiles one by one if it gives up the function with the scope.
+    holds for the methods of a scope, which Dynamo compiles one by one if it cannot compile the function around them.
     AOTAutograd drops the casting that such a program would turn on.
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
