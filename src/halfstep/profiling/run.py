@@ -226,6 +226,7 @@ class OpRecorder:
     def _collect(self) -> None:
         """Stop the profiler, if it runs, and keep its events."""
         if self._profiler is None or not profiler_enabled():
+            self._step = None  # nothing of it is recorded
             return
         profiler, self._profiler = self._profiler, None
         self._synchronize()
