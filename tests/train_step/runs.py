@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep import DynamicLossScale, TrainStep, amp
-from tests.support.worlds import FP16, loss_of
+from halfstep import TrainStep, amp
+from tests.support.worlds import loss_of
 
 __all__ = ["random_batch", "run_of"]
 
@@ -26,12 +26,11 @@ def random_batch(
 
 
 def run_of(
-    model: nn.Module, level: str | None, dtype: torch.dtype, make: Any, scaled: bool, **options: Any
+    model: nn.Module, level: str | None, dtype: Any, make: Any, scaled: bool, rule: Any = None, **options: Any
 ) -> tuple[Any, Any, TrainStep]:
     """Return the model, its optimizer and its step, brought up by ``amp.initialize``, by ``GradScaler``, or neither."""
     optimizer = make(model.parameters(), lr=1e-3)
     if level is not None:
-        rule = DynamicLossScale(init_scale=2.0**10, growth_interval=5) if dtype is FP16 and level != "O0" else None
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, loss_scale=rule, verbosity=0)
     scaler = amp.GradScaler(init_loss_scaling=2.0**10, decr_every_n_nan_or_inf=1) if scaled else None
     return model, optimizer, TrainStep(model, loss_of, optimizer, scaler=scaler, **options)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep import TrainStep, amp, optimizers
+from halfstep import DynamicLossScale, TrainStep, amp, optimizers
 from halfstep.amp.train_step import graphed_steps
 from halfstep.stepping.attached import observers
 from tests.support.backends import skip_without_compiler
@@ -33,10 +33,11 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def made(*how: Any, **options: Any) -> tuple[Any, Any, TrainStep]:
+def made(level: str | None, dtype: torch.dtype, *how: Any, **options: Any) -> tuple[Any, Any, TrainStep]:
     torch.manual_seed(0)
     layers = nn.Linear(6, 160), nn.BatchNorm1d(160), nn.Tanh(), nn.Linear(160, 160), nn.Linear(160, 3)
-    return run_of(nn.Sequential(*layers), *how, **options)
+    rule = DynamicLossScale(init_scale=2.0**10, growth_interval=5) if dtype is FP16 and level != "O0" else None
+    return run_of(nn.Sequential(*layers), level, dtype, *how, rule=rule, **options)
 
 
 def pair(
