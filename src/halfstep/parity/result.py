@@ -24,7 +24,8 @@ KINDS = {
 }
 """A description of each kind of difference."""
 
-_COLUMNS, _SHOWN = ("module", "op", "ulps", "inputs", "dtypes"), 12  # of the table of ops in the text
+_COLUMNS = ("module", "op", "ulps", "inputs", "dtypes")
+_SHOWN = 12
 
 
 @dataclass(frozen=True)
