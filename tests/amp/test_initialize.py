@@ -391,6 +391,8 @@ def test_scale_loss_takes_optimizers_in_a_tuple_and_losses_in_float64(level: str
     optim.step()
     optim.zero_grad(set_to_none=True)
     assert all(p.grad is None for p in amp.master_params(optim))
+    with pytest.raises(AttributeError, match="scale_loss returns a context manager, which has no 'backward'"):
+        copy.copy(amp.scale_loss(loss, optim)).backward()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -48,10 +48,8 @@ def test_import_drags_in_nothing_but_torch() -> None:
     dragged = sorted(name for name in added if any(name == u or name.startswith(u + ".") for u in UNWANTED))
     assert not dragged
     assert "halfstep.cli" not in added
-    foreign = sorted(
-        name for name in added if name.partition(".")[0] not in ("halfstep", "torch", *sys.stdlib_module_names)
-    )
-    assert not foreign
+    known = {"halfstep", "torch", *sys.stdlib_module_names}
+    assert not [name for name in sorted(added) if name.partition(".")[0] not in known]
 
 
 def test_import_alone_needs_no_torch() -> None:
@@ -70,15 +68,16 @@ def test_every_public_name_is_found_when_it_is_asked_for_and_no_other_is() -> No
 def test_import_adds_little_work_to_torch() -> None:
     # Calls, because times depend on what else the machine does. The import took 52 to 66 ms, and torch's 1,900 ms
     # (compiled files, one thread of an AMD EPYC). Built-in functions are left out, because each version of Python calls
-    # others of them: the rest is 20,700 calls in Python 3.11 and 20,300 in 3.13. The garbage collection that torch's
-    # import leaves due is not counted: it takes 80 ms more.
+    # others of them, and importlib, which makes more calls the more folders sys.path has. The garbage collection that
+    # torch's import leaves due is not counted: it takes 80 ms more.
     code = """
 import cProfile, pstats, torch
 with cProfile.Profile() as profile:
     from halfstep import amp
-print(sum(row[1] for (file, *_), row in pstats.Stats(profile).stats.items() if file != "~"))
+rows = pstats.Stats(profile).stats.items()
+print(sum(row[1] for (file, *_), row in rows if file != "~" and "importlib" not in file))
 """
-    assert int(fresh_interpreter(code)) < 21_500
+    assert int(fresh_interpreter(code)) < 10_500
 
 
 @pytest.mark.exhaustive
@@ -100,8 +99,7 @@ def test_every_name_in_all_exists(name: str) -> None:
     module = importlib.import_module(name)
     exported = getattr(module, "__all__", [])
     assert len(set(exported)) == len(exported)
-    missing = [attribute for attribute in exported if not hasattr(module, attribute)]
-    assert not missing
+    assert not [attribute for attribute in exported if not hasattr(module, attribute)]
 
 
 @pytest.mark.parametrize("name", sorted({f"halfstep.{name}" for name in dir(halfstep)} & set(PUBLIC_MODULES)))
@@ -216,8 +214,7 @@ def test_every_link_of_the_readme_leads_somewhere_on_a_package_index_too() -> No
 
     readme = with_addresses((ROOT / "README.md").read_text())
     text = re.sub(r"^```.*?^```", "", readme, flags=re.M | re.S)
-    addresses = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.M)]
-    addresses += re.findall(r"(?:src|href)=\"([^\"]+)\"", text)
+    addresses = [*links(readme), *re.findall(r"(?:src|href)=\"([^\"]+)\"", text)]
     assert len(addresses) > 10
     assert [address for address in addresses if not address.startswith(("https://", "#"))] == []
     ours = [address for address in addresses if address.startswith((REPOSITORY, PAGES))]

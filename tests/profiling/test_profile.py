@@ -88,7 +88,8 @@ def test_the_fix_of_a_cause_takes_its_finding_away(name: str) -> None:
         [f for f in findings(each) if f.code == script.cause] for each in (script, script._replace(text=text))
     )
     assert all(each.fix for each in before)
-    assert sum(each.evidence["ms"] for each in after) < sum(each.evidence["ms"] for each in before) / 2
+    # On a machine on which the cause costs nothing, there is no finding before or after.
+    assert sum(each.evidence["ms"] for each in after) <= sum(each.evidence["ms"] for each in before) / 2
 
 
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}

@@ -217,7 +217,7 @@ class AmpHandle(CastingSwitch, NoOpHandle):
             raise ArgumentTypeError("scale_loss needs the optimizer as second argument, not an empty list.")
         check_loss("scale_loss", loss)
         windows = [found.window for item in given if (found := self.attach(item)) is not None]
-        return ScaledBackward(loss, windows, self._scaler, name="scale_loss")
+        return ScaledBackward(loss, windows, self._scaler)
 
     def new_scaler(self, name: str) -> DeviceLossScaler:
         """A fresh loss scale of this handle's kind."""
@@ -305,7 +305,7 @@ class OptimWrapper(ForwardingOptimizer):
             )
         scaler = self._scalers[self._next]
         self._next += 1
-        return ScaledBackward(loss, [attached.window], scaler, name="scale_loss")
+        return ScaledBackward(loss, [attached.window], scaler)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Run a step of the optimizer, or skip it if a loss overflowed; the next loss uses the first scale."""

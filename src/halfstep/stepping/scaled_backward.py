@@ -69,7 +69,7 @@ class ScaledBackward:
     windows: Sequence[Window]
     scaler: DeviceLossScaler
     _: KW_ONLY
-    name: str
+    name: str = "scale_loss"
     found_inf: torch.Tensor | None = None
     delay: bool = False
     check: bool = True
