@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ....core.errors import ArgumentValueError, UsageError
 
-__all__ = ["RNNCell", "gru_step", "lstm_step", "mLSTMCell", "mLSTMRNNCell", "relu_step", "tanh_step"]
+__all__ = ["RNNCell", "Step", "gru_step", "lstm_step", "mLSTMCell", "mLSTMRNNCell", "relu_step", "tanh_step"]
 
 Step = Callable[..., Any]
 
@@ -174,9 +174,9 @@ class RNNCell(nn.Module):
             states = self._loop(x)
         else:
             states = self._kernel(sequence, x)
-        if collect:
-            return _flipped(states[0], reverse), [_flipped(state, reverse) for state in states]
-        return _flipped(states[0], reverse), list(self.hidden)
+        if reverse:
+            states = [state.flip(0) for state in states]
+        return states[0], states if collect else list(self.hidden)
 
     def _kernel(self, sequence: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
         assert self.hidden is not None
@@ -268,7 +268,3 @@ def _after_gates(gates: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, to
     i, f, g, o = gates.chunk(4, -1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
-
-
-def _flipped(x: torch.Tensor, reverse: bool) -> torch.Tensor:
-    return x.flip(0) if reverse else x

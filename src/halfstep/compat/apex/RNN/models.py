@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ....core.errors import ArgumentTypeError, ArgumentValueError
-from .cells import RNNCell, gru_step, lstm_step, mLSTMRNNCell, relu_step, tanh_step
+from .cells import RNNCell, Step, gru_step, lstm_step, mLSTMRNNCell, relu_step, tanh_step
 
 __all__ = [
     "GRU",
@@ -168,8 +168,19 @@ def toRNNBackend(  # noqa: N802 - Apex's name
 
 
 def _factory(
-    name: str, what: str, make_cell: Callable[[int, int, bool, int | None], RNNCell]
+    name: str, what: str, gates: int, cell: Step | None, n_hidden_states: int, kind: type[RNNCell] = RNNCell
 ) -> Callable[..., nn.Module]:
+    """Make the constructor of networks of one kind of layer.
+
+    Args:
+        name: the name of the constructor.
+        what: the layers in words.
+        gates: the argument ``gate_multiplier`` of the layers.
+        cell: the function of one step.
+        n_hidden_states: the count of hidden states.
+        kind: the class of the layers.
+    """
+
     def make(
         input_size: int,
         hidden_size: int,
@@ -180,36 +191,16 @@ def _factory(
         bidirectional: bool = False,
         output_size: int | None = None,
     ) -> nn.Module:
-        kind = bidirectionalRNN if bidirectional else stackedRNN
-        return kind(make_cell(input_size, hidden_size, bias, output_size), num_layers, dropout, batch_first)
+        first = kind(gates, input_size, hidden_size, cell, n_hidden_states, bias, output_size)
+        return (bidirectionalRNN if bidirectional else stackedRNN)(first, num_layers, dropout, batch_first)
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = f"A ``stackedRNN``, or ``bidirectionalRNN``, of {what}."
     return make
 
 
-LSTM = _factory(
-    "LSTM",
-    "LSTM layers; with ``output_size`` h is a projection",
-    lambda inputs, hidden, bias, out: RNNCell(4, inputs, hidden, lstm_step, 2, bias, out),
-)
-GRU = _factory(
-    "GRU",
-    "GRU layers; an ``output_size`` other than ``hidden_size`` is refused",
-    lambda inputs, hidden, bias, out: RNNCell(3, inputs, hidden, gru_step, 1, bias, out),
-)
-ReLU = _factory(
-    "ReLU",
-    "Elman layers with ReLU",
-    lambda inputs, hidden, bias, out: RNNCell(1, inputs, hidden, relu_step, 1, bias, out),
-)
-Tanh = _factory(
-    "Tanh",
-    "Elman layers with tanh",
-    lambda inputs, hidden, bias, out: RNNCell(1, inputs, hidden, tanh_step, 1, bias, out),
-)
-mLSTM = _factory(  # noqa: N816 - Apex's name
-    "mLSTM",
-    "multiplicative LSTM layers",
-    lambda inputs, hidden, bias, out: mLSTMRNNCell(4, inputs, hidden, None, 2, bias, out),
-)
+LSTM = _factory("LSTM", "LSTM layers; with ``output_size`` h is a projection", 4, lstm_step, 2)
+GRU = _factory("GRU", "GRU layers; an ``output_size`` other than ``hidden_size`` is refused", 3, gru_step, 1)
+ReLU = _factory("ReLU", "Elman layers with ReLU", 1, relu_step, 1)
+Tanh = _factory("Tanh", "Elman layers with tanh", 1, tanh_step, 1)
+mLSTM = _factory("mLSTM", "multiplicative LSTM layers", 4, None, 2, mLSTMRNNCell)  # noqa: N816 - Apex's name
