@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,10 +54,12 @@ class Reparameterization:
         owner, own_name = Reparameterization.get_module_and_name(module, name)
         made = reparameterization(own_name, dim, owner)
         parametrize.register_parametrization(owner, own_name, _Computed(made))
-        for i, alias in enumerate(made.reparameterization_names):
-            setattr(type(owner), alias, property(_Original(own_name, i)))  # only this module has the class
-        register_state_dict_hook(owner, _SaveNames(own_name, made.reparameterization_names))
-        owner.register_load_state_dict_pre_hook(_LoadNames(own_name, made.reparameterization_names))
+        aliases = made.reparameterization_names
+        originals = [f"parametrizations.{own_name}.original{i}" for i, _ in enumerate(aliases)]
+        for alias, original in zip(aliases, originals, strict=True):
+            setattr(type(owner), alias, property(attrgetter(original)))  # only this module has the class
+        register_state_dict_hook(owner, _Renaming(own_name, originals, aliases))
+        owner.register_load_state_dict_pre_hook(_Renaming(own_name, aliases, originals))
         if isinstance(owner, nn.RNNBase):
             owner.register_forward_pre_hook(_fresh_flat_weights)
         return made
@@ -77,8 +79,8 @@ class Reparameterization:
         parametrize.remove_parametrizations(module, self.name, leave_parametrized=True)
         for table in hook_tables(module):
             for key, hook in list(table.items()):
-                names = getattr(hook, "hook", hook)
-                if isinstance(names, _Names) and names.name == self.name:
+                renaming = getattr(hook, "hook", hook)
+                if isinstance(renaming, _Renaming) and renaming.weight == self.name:
                     del table[key]
         if isinstance(module, nn.RNNBase):
             _fresh_flat_weights(module, ())
@@ -101,39 +103,23 @@ class _Computed(nn.Module):
         return [param.detach().clone() for param in params]
 
 
-class _Original:
-    """The getter of a parameter under its name in Apex."""
+class _Renaming:
+    """A hook on a ``state_dict`` that renames the parameters of one weight.
 
-    def __init__(self, name: str, index: int) -> None:
-        self.name, self.index = name, index
+    Args:
+        weight: the name of the weight.
+        old: the names of the parameters in the ``state_dict``, without the prefix of the module.
+        new: the names that they get.
+    """
 
-    def __call__(self, module: Any) -> Any:
-        return getattr(module.parametrizations[self.name], f"original{self.index}")
+    def __init__(self, weight: str, old: list[str], new: list[str]) -> None:
+        self.weight = weight
+        self.names = list(zip(old, new, strict=True))
 
-
-class _Names:
-    """The names of the parameters of one weight: Apex's in a ``state_dict``, torch's inside."""
-
-    def __init__(self, name: str, aliases: list[str]) -> None:
-        self.name, self.aliases = name, aliases
-
-    def pairs(self, prefix: str) -> Iterator[tuple[str, str]]:
-        for i, alias in enumerate(self.aliases):
-            yield f"{prefix}{alias}", f"{prefix}parametrizations.{self.name}.original{i}"
-
-
-class _SaveNames(_Names):
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        for apex, inside in self.pairs(prefix):
-            if inside in state_dict:
-                state_dict[apex] = state_dict.pop(inside)
-
-
-class _LoadNames(_Names):
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for apex, inside in self.pairs(prefix):
-            if apex in state_dict:
-                state_dict[inside] = state_dict.pop(apex)
+        for old, new in self.names:
+            if prefix + old in state_dict:
+                state_dict[prefix + new] = state_dict.pop(prefix + old)
 
 
 def _fresh_flat_weights(module: Any, args: Any) -> None:
