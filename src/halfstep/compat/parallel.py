@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -9,21 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..core.checks import arguments, check_between
 from ..core.errors import ArgumentValueError, UsageError
 from ..kernels.multi_tensor import group_rows
 from ..stepping.ranks.ddp_hook import reduction_of
 
 __all__ = ["DistributedDataParallel", "Reducer"]
 
-_NO_MEANING = {
-    "allreduce_trigger_params": None,
-    "retain_allreduce_buffers": False,
-    "num_allreduce_streams": 1,
-    "allreduce_communicators": None,
-    "gradient_average_split_factor": None,
-    "prof": False,
-}
-"""Arguments that have no meaning for torch's reducer, and their defaults."""
+_NO_MEANING = (
+    *("allreduce_trigger_params", "retain_allreduce_buffers", "num_allreduce_streams", "allreduce_communicators"),
+    *("gradient_average_split_factor", "prof"),
+)
+"""Arguments that have no meaning for torch's reducer."""
 
 _warned_of: set[str] = set()
 
@@ -74,21 +72,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         gradient_average_split_factor: float | None = None,
         prof: bool = False,
     ) -> None:
-        given = {
-            "allreduce_trigger_params": allreduce_trigger_params,
-            "retain_allreduce_buffers": retain_allreduce_buffers,
-            "num_allreduce_streams": num_allreduce_streams,
-            "allreduce_communicators": allreduce_communicators,
-            "gradient_average_split_factor": gradient_average_split_factor,
-            "prof": prof,
-        }
+        given = arguments(locals())
         if shared_param is not None:
             raise ArgumentValueError("shared_param is gone; shared parameters need no care. Leave it out.")
-        if not message_size > 0:
-            raise ArgumentValueError(f"message_size={message_size!r} must be above zero: elements in a bucket.")
-        if not gradient_predivide_factor > 0:
-            raise ArgumentValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} must be above zero.")
-        useless = [name for name, default in _NO_MEANING.items() if given[name] != default]
+        check_between("message_size", message_size)
+        check_between("gradient_predivide_factor", gradient_predivide_factor)
+        parameters = inspect.signature(DistributedDataParallel).parameters
+        useless = [name for name in _NO_MEANING if given[name] != parameters[name].default]
         if useless and not _warned_of.issuperset(useless):
             _warned_of.update(useless)
             warnings.warn(
