@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.checks import check_kind
-from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..core.checks import check_count, check_kind
+from ..core.errors import ArgumentValueError
 from ..torch_internals.torch_compat import BatchNorm, InstanceNorm, SyncBatchNormFunction, children_of
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group", "normalize"]
@@ -36,9 +36,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _Sum.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class SyncBatchNorm(BatchNorm):
@@ -212,12 +210,11 @@ def create_syncbn_process_group(group_size: int) -> Any:
     Raises:
         ArgumentValueError: if ``group_size`` does not divide the world size.
     """
-    if not isinstance(group_size, int) or isinstance(group_size, bool):
-        raise ArgumentTypeError(f"group_size must be a whole number, not {group_size!r}.")
+    check_count("group_size", group_size, least=0)
     if group_size == 0:
         return None
     world, rank = dist.get_world_size(), dist.get_rank()
-    if group_size < 0 or world % group_size:
+    if world % group_size:
         raise ArgumentValueError(f"group_size={group_size} must divide the world size, {world}, or be 0 for all ranks.")
     groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, world, group_size)]
     return groups[rank // group_size]
