@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from ...normalization import mixed_dtype_fused_layer_norm_affine
+from ...normalization import MixedFusedLayerNorm, mixed_dtype_fused_layer_norm_affine
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN"]
+
+
+def _fast_layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float = 1e-5, memory_efficient: bool = False
+) -> torch.Tensor:
+    """Normalize the last dimension of ``x``; ``memory_efficient`` changes no value and is not used."""
+    return mixed_dtype_fused_layer_norm_affine(x, weight, bias, [weight.numel()], epsilon)
 
 
 class FastLayerNormFN:
     """A namespace for ``apply``: in Apex this was an ``autograd.Function``."""
 
-    @staticmethod
-    def apply(
-        x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, epsilon: float = 1e-5, memory_efficient: bool = False
-    ) -> torch.Tensor:
-        """Normalize the last dimension of ``x``; ``memory_efficient`` changes no value and is not used."""
-        return mixed_dtype_fused_layer_norm_affine(x, gamma, beta, [gamma.numel()], epsilon)
+    apply = staticmethod(_fast_layer_norm)
 
 
-def _fast_layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float, memory_efficient: bool = False
-) -> torch.Tensor:
-    """Normalize the last dimension of ``x``; see ``FastLayerNorm``."""
-    return FastLayerNormFN.apply(x, weight, bias, epsilon, memory_efficient)
-
-
-class FastLayerNorm(nn.Module):
+class FastLayerNorm(MixedFusedLayerNorm):
     """Layer normalization of the last dimension. Apex had it for certain widths only; here it takes any.
 
     Args:
@@ -38,18 +32,5 @@ class FastLayerNorm(nn.Module):
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
-        super().__init__()
+        super().__init__(hidden_size, eps, memory_efficient=memory_efficient)
         self.epsilon = eps
-        self.memory_efficient = memory_efficient
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.bias = nn.Parameter(torch.empty(hidden_size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Ones and zeros."""
-        nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize a floating tensor of shape [..., hidden_size]; the output has the dtype of the weight."""
-        return FastLayerNormFN.apply(x, self.weight, self.bias, self.epsilon)
