@@ -18,6 +18,8 @@ __all__ = ["add_submodules"]
 def add_submodules(package: str, contents: Mapping[str, str], *, also: Mapping[str, object] | None = None) -> None:
     """Make submodules of a module during its import. Existing attributes of the module do not change.
 
+    The module also gets the ``__getattr__`` that refuses missing names.
+
     Args:
         package: the ``__name__`` of the module.
         contents: the space-separated names of each submodule, which are attributes of the module.
@@ -25,6 +27,7 @@ def add_submodules(package: str, contents: Mapping[str, str], *, also: Mapping[s
     """
     parent = sys.modules[package]
     vars(parent).setdefault("__path__", [])
+    vars(parent).setdefault("__getattr__", refusing(package))
     known = {**vars(parent), **(also or {})}
     for name, names in contents.items():
         values = {each: known[each] for each in names.split()}

@@ -2,10 +2,7 @@
 
 from ..fp16_utils import *  # noqa: F403
 from ..fp16_utils import __all__ as __all__
-from ..missing import refusing
 from ..submodules import add_submodules
-
-__getattr__ = refusing(__name__)
 
 add_submodules(
     __name__,

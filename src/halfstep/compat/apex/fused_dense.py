@@ -69,10 +69,4 @@ class FusedDenseGeluDense(nn.Module):
         return fused_dense_gelu_dense_function(input, self.weight1, self.bias1, self.weight2, self.bias2)
 
 
-add_submodules(
-    __name__,
-    {
-        "fused_dense": "FusedDense FusedDenseGeluDense dense_no_bias_function fused_dense_function"
-        " fused_dense_gelu_dense_function"
-    },
-)
+add_submodules(__name__, {"fused_dense": " ".join(__all__)})

@@ -102,4 +102,4 @@ def _check_activation(activation: str) -> None:
         raise ArgumentTypeError(f"activation={activation!r} must be 'none', 'relu' or 'sigmoid'.")
 
 
-add_submodules(__name__, {"mlp": "MLP MlpFunction mlp_function"})
+add_submodules(__name__, {"mlp": " ".join(__all__)})

@@ -5,4 +5,4 @@ from ..submodules import add_submodules
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
-add_submodules(__name__, {"multi_tensor_apply": "MultiTensorApply multi_tensor_applier"})
+add_submodules(__name__, {"multi_tensor_apply": " ".join(__all__)})

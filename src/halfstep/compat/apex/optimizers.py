@@ -8,7 +8,6 @@ from torch.optim import Adadelta, RMSprop
 
 from ...optimizers import FusedAdagrad, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from ..fp16_optimizer_2018 import FP16OptimizerOf2018 as FP16_Optimizer
-from ..missing import refusing
 from ..optimizers_2018 import ApexFusedAdam as FusedAdam
 from ..submodules import add_submodules
 
@@ -48,8 +47,6 @@ class NpuFusedAdamW(NpuFusedAdam):
 
     _mode, _decay = True, 1e-2
 
-
-__getattr__ = refusing(__name__)
 
 add_submodules(
     __name__,

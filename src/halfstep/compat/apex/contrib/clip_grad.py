@@ -6,4 +6,4 @@ from ...submodules import add_submodules
 
 __all__ = ["clip_grad_norm_"]
 
-add_submodules(__name__, {"clip_grad": "clip_grad_norm_"})
+add_submodules(__name__, {"clip_grad": " ".join(__all__)})

@@ -2,14 +2,11 @@
 
 from ....optimizers import FusedLAMB
 from ...fp16_optimizer_2018 import FP16OptimizerOf2018 as FP16_Optimizer
-from ...missing import refusing
 from ...optimizers_2018 import ApexFusedSGD as FusedSGD
 from ...optimizers_2018 import FusedAdamOf2018 as FusedAdam
 from ...submodules import add_submodules
 
 __all__ = ["FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"]
-
-__getattr__ = refusing(__name__)
 
 add_submodules(
     __name__,
