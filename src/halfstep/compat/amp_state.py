@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..amp.loss_scaler import LossScaler
 from ..amp.options import ResolvedProperties
 from ..amp.session import Session, latest, require_session
-from ..casting.current import clear_cache
 from ..casting.modules import ModuleHooks, hooks_of
-from ..casting.scope import deactivate, disable_casts, sessions
+from ..casting.scope import deactivate, sessions
 from .casting_switch import CastingSwitch
+from .optimizer_wrapper import forwarded
 
 __all__ = ["AmpState"]
 
 
 class StateHandle(CastingSwitch):
     """Apex's ``amp._amp_state.handle``, which some scripts use: the process-wide op casting."""
-
-    disable_casts = staticmethod(disable_casts)
-
-    def _clear_cache(self) -> None:
-        clear_cache()
 
     def _deactivate(self) -> None:
         """End all O1 casts, also in models and their copies, whose ops then compute in the dtype of their inputs."""
@@ -30,6 +27,16 @@ class StateHandle(CastingSwitch):
             if isinstance(hooks, ModuleHooks) and hooks.passes is None:  # 16-bit weights need the casts
                 hooks.casting = None
         deactivate()
+
+
+def _of_all_scalers(name: str, doc: str) -> Any:
+    """Make a property that reads an attribute of the first loss scaler, and sets it in every loss scaler."""
+
+    def set_all(state: AmpState, value: Any) -> None:
+        for scaler in state.loss_scalers:
+            setattr(scaler, name, value)
+
+    return property(lambda state: getattr(state.loss_scalers[0], name), set_all, doc=doc)
 
 
 class AmpState:
@@ -46,14 +53,8 @@ class AmpState:
         self.hard_override = False
         self.handle = StateHandle()
 
-    @property
-    def session(self) -> Session | None:
-        """The latest session."""
-        return latest.session
-
-    @session.setter
-    def session(self, session: Session | None) -> None:
-        latest.session = session
+    _latest = latest
+    session: Session | None = forwarded("_latest.session", "The latest session.")
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
@@ -64,25 +65,12 @@ class AmpState:
     def loss_scalers(self, scalers: list[LossScaler]) -> None:
         self.loss_scalers[:] = scalers
 
-    @property
-    def min_loss_scale(self) -> float | None:
-        """The floor of the loss scales; setting it sets the floor of every scaler."""
-        return self.loss_scalers[0].settings.min_scale
-
-    @min_loss_scale.setter
-    def min_loss_scale(self, scale: float | None) -> None:
-        for scaler in self.loss_scalers:
-            scaler._min_loss_scale = scale
-
-    @property
-    def max_loss_scale(self) -> float | None:
-        """The ceiling of the loss scales; setting it sets the ceiling of every scaler."""
-        return self.loss_scalers[0].settings.max_scale
-
-    @max_loss_scale.setter
-    def max_loss_scale(self, scale: float | None) -> None:
-        for scaler in self.loss_scalers:
-            scaler._max_loss_scale = scale
+    min_loss_scale: float | None = _of_all_scalers(
+        "_min_loss_scale", "The floor of the loss scales; setting it sets the floor of every scaler."
+    )
+    max_loss_scale: float | None = _of_all_scalers(
+        "_max_loss_scale", "The ceiling of the loss scales; setting it sets the ceiling of every scaler."
+    )
 
     @property
     def opt_properties(self) -> ResolvedProperties:

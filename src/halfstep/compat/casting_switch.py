@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ..casting.current import clear_cache
 from ..casting.scope import active_casting, disable_casts, join_session, session_casting
 
 __all__ = ["CastingSwitch"]
@@ -14,6 +15,8 @@ class CastingSwitch:
     """``handle._is_active``, which some scripts set to False and back instead of using ``disable_casts``."""
 
     _off: AbstractContextManager[Any] | None = None
+    _disable_casts = disable_casts = staticmethod(disable_casts)
+    _clear_cache = staticmethod(clear_cache)
 
     def is_active(self) -> bool:
         """True if this thread casts ops."""

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..casting.current import clear_cache
 from ..casting.emulation import Emulate, check_emulate
-from ..casting.scope import OpCasting, active_casting, begin_session, disable_casts, end_session, join_session
+from ..casting.scope import OpCasting, begin_session, end_session, join_session
 from ..core.checks import check_count, check_flag
 from ..core.dtypes import default_half, parse_half
 from ..core.errors import ArgumentTypeError, UsageError
@@ -113,6 +112,7 @@ class NoOpHandle:
     """True if each cast is logged."""
     _alive = False
     _is_active = False
+    _rule: LossScale = StaticLossScale(1.0)
 
     def is_active(self) -> bool:
         """True if ops are cast."""
@@ -139,12 +139,8 @@ class NoOpHandle:
         return OptimWrapper(optimizer, self, num_loss)
 
     def new_scaler(self, name: str) -> DeviceLossScaler:
-        """A fresh loss scale of this handle's kind."""
-        return DeviceLossScaler(StaticLossScale(1.0), name=name)
-
-    def attach(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer | None:
-        """Attach an optimizer unless it is attached; None if this handle is disabled or deactivated."""
-        return None
+        """Make a loss scaler with the rule of this handle."""
+        return DeviceLossScaler(self._rule, name=name)
 
     def _disable_casts(self) -> AbstractContextManager[Any]:
         """Return a block without op casts."""
@@ -179,13 +175,13 @@ class AmpHandle(CastingSwitch, NoOpHandle):
         self._scaler = self.new_scaler("the loss scaler")
         self._attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._alive = True
-        self._hook = register_module_forward_pre_hook(_join_session_casting)
+        # A thread takes part in the casting of the process from its first call of a module.
+        self._hook = register_module_forward_pre_hook(lambda module, args: join_session())
         begin_session(casting)
 
     def is_active(self) -> bool:
         """True if this thread casts ops and the handle is not deactivated."""
-        join_session()
-        return self._alive and active_casting() is not None
+        return self._alive and super().is_active()
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
         """Scale a loss for its backward pass, and unscale the new gradients after the block.
@@ -216,29 +212,17 @@ class AmpHandle(CastingSwitch, NoOpHandle):
         if not given:
             raise ArgumentTypeError("scale_loss needs the optimizer as second argument, not an empty list.")
         check_loss("scale_loss", loss)
-        windows = [found.window for item in given if (found := self.attach(item)) is not None]
+        windows = [self.attach(item).window for item in given]
         return ScaledBackward(loss, windows, self._scaler)
 
-    def new_scaler(self, name: str) -> DeviceLossScaler:
-        """A fresh loss scale of this handle's kind."""
-        return DeviceLossScaler(self._rule, name=name)
-
-    def attach(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer | None:
-        """Attach an optimizer unless it is attached; None if the handle is deactivated."""
-        if not self._alive:
-            return None
+    def attach(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer:
+        """Attach an optimizer unless it is attached."""
         found = attached_to(optimizer)
         if found is None:
             found = attach(optimizer)
             self._attached.add(optimizer)
             share_overflows([one for each in self._attached if (one := attached_to(each)) is not None])
         return found
-
-    def _disable_casts(self) -> AbstractContextManager[Any]:
-        return disable_casts()
-
-    def _clear_cache(self) -> None:
-        clear_cache()
 
     def _deactivate(self) -> None:
         """Restore the casting from before this handle and the optimizers' methods.
@@ -293,11 +277,11 @@ class OptimWrapper(ForwardingOptimizer):
             UsageError: for more losses than ``num_loss``.
             ArgumentTypeError: if the loss is not a floating tensor.
         """
-        if self._handle._alive:
-            check_loss("scale_loss", loss)
-        attached = self._handle.attach(self.optimizer)
-        if attached is None:
+        handle = self._handle
+        if not isinstance(handle, AmpHandle) or not handle._alive:
             return nullcontext(loss)
+        check_loss("scale_loss", loss)
+        window = handle.attach(self.optimizer).window
         if self._next == len(self._scalers):
             raise UsageError(
                 f"This is loss number {self._next + 1} since the last step, and wrap_optimizer was called with "
@@ -305,7 +289,7 @@ class OptimWrapper(ForwardingOptimizer):
             )
         scaler = self._scalers[self._next]
         self._next += 1
-        return ScaledBackward(loss, [attached.window], scaler)
+        return ScaledBackward(loss, [window], scaler)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Run a step of the optimizer, or skip it if a loss overflowed; the next loss uses the first scale."""
@@ -316,8 +300,3 @@ class OptimWrapper(ForwardingOptimizer):
         """Clear the gradients; the next loss uses the first scale."""
         self._next = 0
         super().zero_grad(set_to_none)
-
-
-def _join_session_casting(module: torch.nn.Module, args: Any) -> None:
-    """Let the thread that runs this module take part in the casting of the process: a forward pre-hook."""
-    join_session()
