@@ -86,9 +86,7 @@ def is_floating_point(x: torch.Tensor) -> bool:
     return x.is_floating_point()
 
 
-def scalar_python_val(x: Any) -> Any:
-    """Return the number in a tensor of one element, or the first item of a sequence."""
-    return x.item() if hasattr(x, "item") else x[0]
+scalar_python_val = to_python_float
 
 
 def variable_is_tensor() -> bool:

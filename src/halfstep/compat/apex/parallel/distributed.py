@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ....casting.containers import tensors_in
 from ...parallel import DistributedDataParallel, Reducer
 from ..apex_C import flatten, unflatten
 
@@ -40,12 +41,8 @@ def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.
 
 
 def extract_tensors(maybe_tensor: Any, tensor_list: list[torch.Tensor]) -> None:
-    """Append the tensors in nested lists and tuples to ``tensor_list``."""
-    if isinstance(maybe_tensor, torch.Tensor):
-        tensor_list.append(maybe_tensor)
-    elif isinstance(maybe_tensor, (list, tuple)):
-        for item in maybe_tensor:
-            extract_tensors(item, tensor_list)
+    """Append the tensors in lists, tuples and dicts of any depth to ``tensor_list``."""
+    tensor_list += tensors_in(maybe_tensor)
 
 
 def apply_flat_dist_call(bucket: Sequence[torch.Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
