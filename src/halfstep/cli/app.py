@@ -25,20 +25,6 @@ SUBCOMMANDS = {
 }
 """The names and one-line help texts of subcommands. Each name is also the name of a module with a ``command``."""
 
-_EXAMPLES = {
-    "demo": "halfstep demo --levels O0,O2 --epochs 2",
-    "run": "halfstep run --opt-level O2 train.py --lr 0.1",
-    "compare": "halfstep compare fp32.jsonl fp16.jsonl --html compare.html",
-    "parity": "halfstep parity reference.py:model mine.py:model",
-    "migrate": "halfstep migrate src/ --write",
-    "oplists": "halfstep oplists softmax matmul",
-    "memory": "halfstep memory --params 7b --optimizer adamw",
-    "doctor": "halfstep doctor train.py --lr 0.1",
-    "profile": "halfstep profile --html profile.html train.py",
-    "search": "halfstep search train.py:setup --level O2 --report search.html",
-}
-"""The last line of the help text of each subcommand."""
-
 
 class LazyGroup(click.Group):
     """A group whose subcommands are imported when they run, so that ``--help`` stays quick."""
@@ -53,7 +39,6 @@ class LazyGroup(click.Group):
             return None
         command = import_module(f".{cmd_name}", __package__).command
         assert isinstance(command, click.Command)
-        command.epilog = f"Example: {_EXAMPLES[cmd_name]}"
         return command
 
     def resolve_command(

@@ -14,7 +14,7 @@ __all__ = ["command"]
 _SAVED = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.command()
+@click.command(epilog="Example: halfstep compare fp32.jsonl fp16.jsonl --html compare.html")
 @click.argument("reference", metavar="A", type=_SAVED)
 @click.argument("candidate", metavar="B", type=_SAVED)
 @click.option("--html", metavar="F", type=click.Path(dir_okay=False, path_type=Path), help="write a page of pictures")

@@ -8,7 +8,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from .files import check_writable
-from .script import SCRIPT_SETTINGS, Script, script_options
+from .script import SCRIPT_SETTINGS, Script, takes_script
 
 if TYPE_CHECKING:
     import torch
@@ -37,57 +37,49 @@ class Advice(NamedTuple):
         return f'opt_level="{self.level}"' + ("" if self.level == "O0" else f", dtype={self.dtype}")
 
 
-@click.command(context_settings=SCRIPT_SETTINGS)
+@click.command(context_settings=SCRIPT_SETTINGS, epilog="Example: halfstep doctor train.py --lr 0.1")
 @click.option("--json", "as_json", is_flag=True, help="print JSON, for other programs to read")
 @click.option("--html", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="write an HTML page")
-@script_options(required=False)
-@click.pass_obj
-def command(
-    later: list[Callable[[], None]],
-    as_json: bool,
-    html: Path | None,
-    device: str | None,
-    trust_checkpoints: bool,
-    module: bool,
-    script: str | None,
-    args: tuple[str, ...],
-) -> None:
+@takes_script(required=False)
+def command(script: Script | None, as_json: bool, html: Path | None) -> Callable[[], None] | None:
     """Print the devices, what each supports, what is installed, and which level and dtype to use.
 
     With SCRIPT, run it with ARGS until its eighth optimizer step, and print what is wrong, where it begins and what to
     do. Exits with 1 if that is an error. A SCRIPT of `-` is the standard input.
     """
     if script is not None:
-        found = Script(script, args, module, device, trust_checkpoints)
-        found.check(click.get_current_context())
         if html is not None:
             check_writable(html)
-        later.append(functools.partial(_check, found, as_json, html))  # outside of click; see `halfstep run`
-        return
-    given = {"--html": html, "--device": device, "--trust-checkpoints": trust_checkpoints, "-m": module}
-    for option in [name for name, value in given.items() if value]:
-        raise click.UsageError(f"{option} goes with a SCRIPT.")
+        return functools.partial(_check, script, as_json, html)
+    if html is not None:
+        raise click.UsageError("--html goes with a SCRIPT.")
     import torch
 
     from .machine import describe_machine
 
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     facts = describe_machine(torch.device("cpu"))
+    known = [_as_dict(each, facts["CPU"]) for each in devices]
     if as_json:
-        known = {"devices": [_as_dict(each, facts["CPU"]) for each in devices], "facts": facts | _installed()}
-        click.echo(json.dumps(known, indent=2))
-        return
+        click.echo(json.dumps({"devices": known, "facts": facts | _installed()}, indent=2))
+        return None
     from rich.console import Console
 
     console = Console()
-    console.print(_devices_table(devices, facts.pop("CPU")))
-    console.print(_facts_table(facts | _installed()))
-    for line in map(_emulation, devices):
+    rows = [
+        [each["device"], each["name"], *("fast" if half in each["fast"] else "as fp32" for half in each["emulated"])]
+        for each in known
+    ]
+    console.print(_table("device", "what it is", "float16", "bfloat16", rows=rows))
+    facts.pop("CPU")
+    console.print(_table("", "", rows=(facts | _installed()).items()))
+    for line in map(_emulation, known):
         if line:
             console.print(line, highlight=False)
     for each in devices:
         advice = advise(each)
         console.print(f"On {each} train with {advice}: {advice.reason}", highlight=False)
+    return None
 
 
 def _check(script: Script, as_json: bool, html: Path | None) -> None:
@@ -130,19 +122,19 @@ def _stdout_on_stderr() -> Iterator[None]:
 
 
 def _as_dict(device: torch.device, cpu: str) -> dict[str, Any]:
-    """Collect the table rows of a device."""
-    import torch
+    """Collect what is known of a device: its 16-bit dtypes, and the classes of ops for which it has no units."""
+    from ..core.dtypes import HALF_DTYPES, dtype_name
+    from ..core.hardware import has_units, slow_reason
+    from ..core.oplists.tables import KINDS
 
-    from ..core.dtypes import dtype_name
-    from ..core.hardware import slow_reason
-
-    halves = {str(half).removeprefix("torch."): half for half in (torch.float16, torch.bfloat16)}
     advice = advise(device)
     return {
         "device": str(device),
         "name": cpu if device.type == "cpu" else _describe_gpu(device),
-        "fast": [name for name, half in halves.items() if slow_reason(device, half) is None],
-        "emulated": _emulated(device),
+        "fast": [dtype_name(half) for half in HALF_DTYPES if slow_reason(device, half) is None],
+        "emulated": {
+            dtype_name(half): [kind for kind in KINDS if not has_units(device, half, kind)] for half in HALF_DTYPES
+        },
         "advice": {"opt_level": advice.level, "dtype": dtype_name(advice.dtype), "reason": advice.reason},
     }
 
@@ -158,34 +150,21 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _emulation(device: torch.device) -> str | None:
+def _emulation(known: dict[str, Any]) -> str | None:
     """Describe the ops that a device emulates by fp32 kernels with 16-bit rounding; None if there are none."""
     from ..core.oplists.tables import KINDS
 
     lacks = [
         name if len(kinds) == len(KINDS) else f"{name} ({', '.join(kinds)})"
-        for name, kinds in _emulated(device).items()
+        for name, kinds in known["emulated"].items()
         if kinds
     ]
     if not lacks:
         return None
     return (
-        f"{device} has no units for {' and '.join(lacks)}. halfstep emulates it: the same rounding as on "
+        f"{known['device']} has no units for {' and '.join(lacks)}. halfstep emulates it: the same rounding as on "
         "a chip that has them, at about the speed of fp32."
     )
-
-
-def _emulated(device: torch.device) -> dict[str, list[str]]:
-    """Find the classes of ops for which a device has no units, by 16-bit dtype."""
-    import torch
-
-    from ..core.hardware import has_units
-    from ..core.oplists.tables import KINDS
-
-    return {
-        str(half).removeprefix("torch."): [kind for kind in KINDS if not has_units(device, half, kind)]
-        for half in (torch.float16, torch.bfloat16)
-    }
 
 
 def advise(device: torch.device) -> Advice:
@@ -203,22 +182,6 @@ def advise(device: torch.device) -> Advice:
     return Advice("O0", torch.float32, why)
 
 
-def _devices_table(devices: list[torch.device], cpu: str) -> Table:
-    import torch
-    from rich import box
-    from rich.table import Table
-
-    from ..core.hardware import slow_reason
-
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for name in ("device", "what it is", "float16", "bfloat16"):
-        table.add_column(name, overflow="fold")
-    for device in devices:
-        speeds = ["as fp32" if slow_reason(device, half) else "fast" for half in (torch.float16, torch.bfloat16)]
-        table.add_row(str(device), cpu if device.type == "cpu" else _describe_gpu(device), *speeds)
-    return table
-
-
 def _describe_gpu(device: torch.device) -> str:
     import torch
 
@@ -227,15 +190,15 @@ def _describe_gpu(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, {memory:.0f} GiB"
 
 
-def _facts_table(facts: dict[str, str]) -> Table:
+def _table(*names: str, rows: Iterable[Iterable[str]]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        table.add_row(name, value)
+    table = Table(box=box.SIMPLE, pad_edge=False, show_header=any(names))
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

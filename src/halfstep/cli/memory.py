@@ -29,7 +29,7 @@ def _count(ctx: click.Context, param: click.Parameter, value: str | None) -> flo
     return count
 
 
-@click.command()
+@click.command(epilog="Example: halfstep memory --params 7b --optimizer adamw")
 @click.option("--params", metavar="NUMBER", callback=_count, help="also print the GiB of a model of so many: 7b or 7e9")
 @click.option("--optimizer", metavar="TEXT", help="only optimizers with this in their name")
 def command(params: float | None, optimizer: str | None) -> None:

@@ -98,7 +98,7 @@ def _refuse_torch(context: click.Context, option: click.Parameter, given: str | 
         )
 
 
-@click.command()
+@click.command(epilog="Example: halfstep migrate src/ --write")
 @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--to", hidden=True, expose_value=False, callback=_refuse_torch)
 @click.option("--accumulation", "--o2-as-o1", is_flag=True, hidden=True, expose_value=False, callback=_refuse_torch)

@@ -9,19 +9,14 @@ import click
 __all__ = ["command"]
 
 
+_DEVICES = click.Choice(["cpu", "cuda"])
 _LEVELS = click.Choice(["O1", "O2", "OD"])
 
 
-@click.command()
+@click.command(context_settings={"show_default": True}, epilog="Example: halfstep oplists softmax matmul")
 @click.argument("names", nargs=-1)
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    show_default=True,
-    help="whose torch.autocast to compare with",
-)
-@click.option("--level", "--opt-level", type=_LEVELS, default="O1", show_default=True, help="whose lists to print")
+@click.option("--device", type=_DEVICES, default="cpu", help="whose torch.autocast to compare with")
+@click.option("--level", "--opt-level", type=_LEVELS, default="O1", help="whose lists to print")
 @click.option("--white", multiple=True, metavar="OP", help="as in custom_white_list; may be given again")
 @click.option("--black", multiple=True, metavar="OP", help="as in custom_black_list; may be given again")
 @click.option("--wide", multiple=True, metavar="OP", help="as in custom_wide_list; may be given again")

@@ -12,48 +12,39 @@ from pathlib import Path
 import click
 
 from .run_outputs import Outputs, is_first
-from .script import SCRIPT_SETTINGS, Script, script_options
+from .script import SCRIPT_SETTINGS, Script, takes_script
 
 __all__ = ["command"]
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command(context_settings=SCRIPT_SETTINGS)
+@click.command(context_settings=SCRIPT_SETTINGS, epilog="Example: halfstep run --opt-level O2 train.py --lr 0.1")
 @click.option("--opt-level", "--level", metavar="LEVEL", help="instead of what the script asks amp.initialize for")
 @click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), help="instead of float16")
 @click.option("--report", metavar="FILE", type=_FILE, help="write an HTML report")
 @click.option("--numerics", metavar="FILE", type=_FILE, help="save what tensors look like; FILE.html gets pictures")
 @click.option("--every", metavar="N", type=click.IntRange(min=1), help="every N-th step  [default: 20 first, 100th]")
-@script_options(required=True)
-@click.pass_obj
+@takes_script(required=True)
 def command(
-    later: list[Callable[[], None]],
+    script: Script,
     opt_level: str | None,
     dtype: str | None,
     report: Path | None,
     numerics: Path | None,
     every: int | None,
-    device: str | None,
-    trust_checkpoints: bool,
-    module: bool,
-    script: str,
-    args: tuple[str, ...],
-) -> None:
+) -> Callable[[], None]:
     """Run SCRIPT with ARGS; its `import apex` finds halfstep. A SCRIPT of `-` is the standard input."""
     opt_level = _check_level(opt_level, dtype)
-    found = Script(script, args, module, device, trust_checkpoints)
-    found.check(click.get_current_context())
     outputs = Outputs(report, numerics, every)
     outputs.check()
     options = {"opt-level": opt_level, "dtype": dtype, **vars(outputs)}
-    line = found.line("run", *(f"--{name}={value}" for name, value in options.items() if value is not None))
+    line = script.line("run", *(f"--{name}={value}" for name, value in options.items() if value is not None))
     if opt_level:
         os.environ["HALFSTEP_OPT_LEVEL"] = opt_level
     if dtype:
         os.environ["HALFSTEP_DTYPE"] = dtype
-    # Deferred, because click would catch exceptions that end a script: KeyboardInterrupt, EOFError, a broken pipe.
-    later.append(functools.partial(_run, found, outputs, line, opt_level))
+    return functools.partial(_run, script, outputs, line, opt_level)
 
 
 def _run(script: Script, outputs: Outputs, line: list[str], opt_level: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,12 +145,12 @@ def write_report(path: Path, record: Recording, script: str, command: str, endin
         command: the command line.
         ending: a sentence about the end of the script; "" if it ran to its end.
     """
-    told, failed = _told(every := [*record.of.values()])
+    told, failed = _told(record.of.values())
     ending = " ".join(filter(None, [ending or "It ran to its end." * (not failed), told]))
-    if not every:
+    if not record.of:
         ending += " No optimizer stepped under amp: the script made none, or never called amp.initialize or its like."
     parts = [header("halfstep run", script, made_by(command)), note(ending)]
-    parts += _pictures(record, every) if every else []
+    parts += _pictures(record) if record.of else []
     write_page(path, f"halfstep run: {script}", [*parts, machine_section(record.device)])
 
 
@@ -161,8 +161,11 @@ def robust_limit(seconds: Sequence[float]) -> float:
 
 # ---- inside
 
+_Named = Mapping[str, OptimizerSteps]
+"""The steps of each optimizer, by its name on the page."""
 
-def _told(all_steps: Sequence[OptimizerSteps]) -> tuple[str, bool]:
+
+def _told(all_steps: Iterable[OptimizerSteps]) -> tuple[str, bool]:
     """Say how many steps were skipped, and if the last loss is not finite; True if the training has failed."""
     skipped = [each for steps in all_steps for each in steps.skipped]
     bad = [f"{steps.losses[-1]:g}".replace("nan", "NaN") for steps in all_steps if not math.isfinite(steps.losses[-1])]
@@ -171,8 +174,8 @@ def _told(all_steps: Sequence[OptimizerSteps]) -> tuple[str, bool]:
     return " ".join([*told, *(f"The loss is {each}." for each in bad[:1])]), bool(bad) or 2 * count > len(skipped)
 
 
-def _pictures(record: Recording, every: Sequence[OptimizerSteps]) -> list[Markup]:
-    names = _names(every)
+def _pictures(record: Recording) -> list[Markup]:
+    named = _named([*record.of.values()])
     device = "Memory is the most that was allocated on the GPU." if record.device.type == "cuda" else ""
     text = (
         "A step is from the end of the one before to its own end, with all that lies between: data, forward and "
@@ -188,27 +191,27 @@ def _pictures(record: Recording, every: Sequence[OptimizerSteps]) -> list[Markup
             f"{1e3 * statistics.median(steps.seconds):.1f}",
             f"{max(steps.bytes) / 2**20:.1f}",
         ]
-        for name, steps in zip(names, every, strict=True)
+        for name, steps in named.items()
     ]
     return [
         section("Steps", table(columns, rows), small(text)),
-        section("Loss", _losses(names, every)),
-        section("Loss scale", _scales(names, every)),
-        section("Time", _times(names, every)),
-        section("Memory", _memories(names, every)),
+        section("Loss", _losses(named)),
+        section("Loss scale", _scales(named)),
+        section("Time", _times(named)),
+        section("Memory", _memories(named)),
     ]
 
 
-def _scales(names: Sequence[str], all_steps: Sequence[OptimizerSteps]) -> Markup:
+def _scales(named: _Named) -> Markup:
     drawn, labelled = [], {}
-    for name, steps in zip(names, all_steps, strict=True):
+    for name, steps in named.items():
         for i, scales in enumerate(steps.scales.values()):
             label = name if len(steps.scales) == 1 else f"{name}, loss {i}"
             drawn.append(scale_line(label, scales, steps.skipped))
             labelled[label] = scales
     if not drawn:
         return paragraph("No loss was scaled.")
-    skipped = counted(sum(sum(steps.skipped) for steps in all_steps), "step was", "steps were")
+    skipped = counted(sum(sum(steps.skipped) for steps in named.values()), "step was", "steps were")
     text = (
         "What the loss of each step was multiplied by. A dynamic scale falls after an overflow, whose step is skipped: "
         "these are marked."
@@ -216,13 +219,9 @@ def _scales(names: Sequence[str], all_steps: Sequence[OptimizerSteps]) -> Markup
     return scale_figure(drawn, labelled, "optimizer", f"{skipped} skipped.", text)
 
 
-def _times(names: Sequence[str], all_steps: Sequence[OptimizerSteps]) -> Markup:
-    limit = max(robust_limit(steps.seconds) for steps in all_steps)
-    every = [
-        (second, name, step)
-        for name, steps in zip(names, all_steps, strict=True)
-        for step, second in enumerate(steps.seconds)
-    ]
+def _times(named: _Named) -> Markup:
+    limit = max(robust_limit(steps.seconds) for steps in named.values())
+    every = [(second, name, step) for name, steps in named.items() for step, second in enumerate(steps.seconds)]
     beyond = [second for second, _, _ in every if second > limit]
     text = "Milliseconds for each step."
     if beyond:
@@ -233,44 +232,44 @@ def _times(names: Sequence[str], all_steps: Sequence[OptimizerSteps]) -> Markup:
     description = f"The median is {1e3 * statistics.median(second for second, _, _ in every):.3g} ms."
     slowest = sorted(every, reverse=True)[:10]
     body = [[name, f"{step:,}", f"{1e3 * second:.4g}"] for second, name, step in slowest]
-    picture = _plain_lines(
-        "Time", description, names, [[1e3 * s for s in each.seconds] for each in all_steps], 1e3 * limit
-    )
+    milliseconds = {name: [1e3 * second for second in steps.seconds] for name, steps in named.items()}
+    picture = _plain_lines("Time", description, milliseconds, 1e3 * limit)
     return figure(picture, numbers("The slowest steps", ["optimizer", "step", "ms"], body), caption=text)
 
 
-def _memories(names: Sequence[str], all_steps: Sequence[OptimizerSteps]) -> Markup:
-    mebibytes = [[size / 2**20 for size in steps.bytes] for steps in all_steps]
-    largest = max(map(max, mebibytes))
-    picture = _plain_lines("Memory", f"At most {largest:.4g} MiB.", names, mebibytes, 1.1 * largest)
+def _memories(named: _Named) -> Markup:
+    mebibytes = {name: [size / 2**20 for size in steps.bytes] for name, steps in named.items()}
+    largest = max(map(max, mebibytes.values()))
+    picture = _plain_lines("Memory", f"At most {largest:.4g} MiB.", mebibytes, 1.1 * largest)
     columns = ["optimizer", "first", "least", "most", "last"]
     body = [
         [name, *(f"{size:.1f}" for size in (line[0], min(line), max(line), line[-1]))]
-        for name, line in zip(names, mebibytes, strict=True)
+        for name, line in mebibytes.items()
     ]
     return figure(picture, numbers("Numbers", columns, body), caption="MiB after each step.")
 
 
-def _losses(names: Sequence[str], all_steps: Sequence[OptimizerSteps]) -> Markup:
-    columns = [[loss if math.isfinite(loss) else math.nan for loss in steps.losses] for steps in all_steps]
-    finite = [loss for column in columns for loss in column if loss == loss] or [0.0]
+def _losses(named: _Named) -> Markup:
+    losses = {n: [loss if math.isfinite(loss) else math.nan for loss in steps.losses] for n, steps in named.items()}
+    finite = [loss for column in losses.values() for loss in column if loss == loss] or [0.0]
     told = f"From {min(finite):.4g} to {max(finite):.4g}."
-    picture = _plain_lines("Loss", told, names, columns, max(finite), min(finite))
+    picture = _plain_lines("Loss", told, losses, max(finite), min(finite))
     text = "The loss of the latest backward pass before each step, without its scale. A gap is inf or NaN."
     return figure(picture, caption=f"{told} {text}")
 
 
 def _plain_lines(
-    title: str, told: str, names: Sequence[str], columns: Iterable[Sequence[float]], high: float, low: float = 0.0
+    title: str, told: str, columns: Mapping[str, Sequence[float]], high: float, low: float = 0.0
 ) -> Markup:
-    drawn = [Line(name, list(enumerate(column))) for name, column in zip(names, columns, strict=True)]
+    drawn = [Line(name, list(enumerate(column))) for name, column in columns.items()]
     return lines(title, told, drawn, low=low, high=high, label=lambda at: f"{at:,g}", ticks=between(low, high))
 
 
-def _names(all_steps: Sequence[OptimizerSteps]) -> list[str]:
+def _named(all_steps: Sequence[OptimizerSteps]) -> _Named:
     """Name the optimizers by class, numbered if a class occurs several times."""
     classes = [steps.name for steps in all_steps]
-    return [name if classes.count(name) == 1 else f"{name} {classes[:i].count(name)}" for i, name in enumerate(classes)]
+    suffixes = [f" {classes[:i].count(name)}" if classes.count(name) > 1 else "" for i, name in enumerate(classes)]
+    return {f"{steps.name}{suffix}": steps for steps, suffix in zip(all_steps, suffixes, strict=True)}
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

@@ -19,30 +19,47 @@ import click
 
 from ..core.text import listed
 
-__all__ = ["SCRIPT_SETTINGS", "Script", "script_options"]
+__all__ = ["SCRIPT_SETTINGS", "Script", "takes_script"]
 
 SCRIPT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """Context settings of a command that takes a script: arguments after the script belong to the script."""
 
 
-def script_options(required: bool) -> Callable[[Any], Any]:
-    """Make the options and arguments that describe a ``Script``.
+def takes_script(required: bool) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Give a command the options and arguments that describe a ``Script``, which is its first argument.
+
+    The command returns a function to call outside of click, or None. click would catch exceptions that end a script:
+    KeyboardInterrupt, EOFError, a broken pipe.
 
     Args:
-        required: True if the command needs a script.
+        required: True if the command needs a script; otherwise the argument is None if no script is given.
     """
     trusts = "let torch.load unpickle any object: for files of your own"
-    return _all_of(
-        click.option("--device", type=click.Choice(["cpu"]), help="send what the script asks of CUDA to the CPU"),
-        click.option("--trust-checkpoints", is_flag=True, help=trusts),
-        click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m"),
-        click.argument("script", required=required),
-        click.argument("args", nargs=-1, type=click.UNPROCESSED),
-    )
 
+    def decorate(command: Callable[..., Any]) -> Callable[..., None]:
+        @click.option("--device", type=click.Choice(["cpu"]), help="send what the script asks of CUDA to the CPU")
+        @click.option("--trust-checkpoints", is_flag=True, help=trusts)
+        @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m")
+        @click.argument("script", required=required)
+        @click.argument("args", nargs=-1, type=click.UNPROCESSED)
+        @click.pass_context
+        @functools.wraps(command)
+        def call(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **given: Any) -> None:
+            about = {name: given.pop(name) for name in ("module", "device", "trust_checkpoints")}
+            found = None
+            if script is not None:
+                found = Script(script, args, **about)
+                found.check(ctx)
+            for param in ctx.command.params:
+                if found is None and about.get(param.name or ""):
+                    raise click.UsageError(f"{param.opts[0]} goes with a SCRIPT.")
+            later = command(found, **given)
+            if later is not None:
+                ctx.obj.append(later)
 
-def _all_of(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda command: functools.reduce(lambda made, decorate: decorate(made), reversed(decorators), command)
+        return call
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -54,14 +71,14 @@ class Script:
         args: the arguments in its ``sys.argv``.
         module: True to run a module, as ``python -m`` does.
         device: "cpu" redirects requests for CUDA to the CPU.
-        trusts: True to let ``torch.load`` unpickle any object.
+        trust_checkpoints: True to let ``torch.load`` unpickle any object.
     """
 
     name: str
     args: tuple[str, ...]
     module: bool
     device: str | None
-    trusts: bool
+    trust_checkpoints: bool
 
     def check(self, ctx: click.Context) -> None:
         """Refuse an argument that is not a script: a mistyped option, a folder, a missing file.
@@ -77,7 +94,7 @@ class Script:
     def line(self, command: str, *options: str) -> list[str]:
         """Compose the command line that runs the script with other options."""
         given = [f"--device={self.device}"] if self.device else []
-        given += ["--trust-checkpoints"] * self.trusts + ["-m"] * self.module
+        given += ["--trust-checkpoints"] * self.trust_checkpoints + ["-m"] * self.module
         return ["halfstep", command, *options, *given, self.name, *self.args]
 
     @contextmanager
@@ -92,7 +109,7 @@ class Script:
         from ..compat.install import install
         from .run_script import hide_halfstep, prepare_workers
 
-        if self.trusts:
+        if self.trust_checkpoints:
             torch_past.trust_checkpoints()
         install()
         torch_past.bring_back_six()

@@ -17,7 +17,7 @@ def _side(text: str) -> Any:
     return named(text) if text.rpartition(":")[0] else text
 
 
-@click.command()
+@click.command(epilog="Example: halfstep parity reference.py:model mine.py:model")
 @click.argument("a", metavar="A.PY:NAME")
 @click.argument("b", metavar="B.PY:NAME")
 @click.option("--inputs", metavar="NAME", default="inputs", help="the name of the inputs in A.PY; default: inputs")

@@ -17,27 +17,24 @@ from ..core.text import counted
 __all__ = ["make_command"]
 
 _LEVELS = "cast its ops to bfloat16 (O1), its model after its first step (O2), or nothing (O0)"
+_EXAMPLE = "Example: halfstep profile --html profile.html train.py"
 
 
-def make_command(script_of: Any, options: Callable[[Any], Any], context_settings: dict[str, Any]) -> click.Command:
+def make_command(takes_script: Callable[[Any], Any], context_settings: dict[str, Any]) -> click.Command:
     """Make the command.
 
     Args:
-        script_of: the class of scripts.
-        options: the options and arguments that describe a script.
+        takes_script: gives the command its script as the first argument, and calls the function that it returns.
         context_settings: the settings of a command that takes a script.
     """
 
-    @click.command(context_settings=context_settings)
+    @click.command(context_settings=context_settings, epilog=_EXAMPLE)
     @click.option("--level", "--opt-level", type=click.Choice(["O0", "O1", "O2"]), help=_LEVELS)
     @click.option("--html", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="write an HTML page")
-    @options
-    @click.pass_obj
-    def command(later: list[Callable[[], None]], /, level: str | None, html: Path | None, **given: Any) -> None:
+    @takes_script
+    def command(script: Any, level: str | None, html: Path | None) -> Callable[[], None]:
         """Run SCRIPT with ARGS until its eighth optimizer step, and print where its time goes and what would help."""
-        found = script_of(*(given[name] for name in ("script", "args", "module", "device", "trust_checkpoints")))
-        found.check(click.get_current_context())
-        later.append(functools.partial(_profile, found, level, html))
+        return functools.partial(_profile, script, level, html)
 
     return command
 

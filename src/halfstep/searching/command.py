@@ -10,7 +10,7 @@ import click
 __all__ = ["command"]
 
 
-@click.command()
+@click.command(epilog="Example: halfstep search train.py:setup --level O2 --report search.html")
 @click.argument("source", metavar="MODULE:FUNCTION")
 @click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), default="float16", help="default: float16")
 @click.option("--level", "--opt-level", type=click.Choice(["O1", "O2"]), default="O1", help="default: O1")

@@ -21,32 +21,26 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
+_LEVELS, _ALL = "O0,O1,O2,O3", "default: all four"
+_DTYPE = "above O0; O2 is trained in the other one, too  [default: float16 on cuda, bfloat16 on cpu]"
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
 def _parse_levels(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
     levels = [level.strip().upper() for level in value.split(",")]
-    allowed = ("O0", "O1", "O2", "O3")
-    if not set(levels) <= set(allowed) or len(set(levels)) < len(levels):
-        raise click.BadParameter(f"{value!r}: give some of {','.join(allowed)}, each once, with a comma between.")
+    if not set(levels) <= set(_LEVELS.split(",")) or len(set(levels)) < len(levels):
+        raise click.BadParameter(f"{value!r}: give some of {_LEVELS}, each once, with a comma between.")
     return levels
 
 
-@click.command()
+@click.command(context_settings={"show_default": True}, epilog="Example: halfstep demo --levels O0,O2 --epochs 2")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="where to train  [default: cuda if there is one]")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float16", "bfloat16"]),
-    help="above O0; O2 is trained in the other one, too  [default: float16 on cuda, bfloat16 on cpu]",
-)
-@click.option("--levels", "--opt-levels", callback=_parse_levels, default="O0,O1,O2,O3", help="default: all four")
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("halfstep-demo"),
-    show_default=True,
-    help="folder for report.html and results.json",
-)
-@click.option("--epochs", type=click.IntRange(1), default=7, show_default=True, help="passes over 1,437 images")
-@click.option("--width", type=click.IntRange(8), default=64, show_default=True, help="channels of the first layer")
-@click.option("--seed", type=int, default=0, show_default=True, help="seed of initial weights and data order")
+@click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), help=_DTYPE)
+@click.option("--levels", "--opt-levels", callback=_parse_levels, default=_LEVELS, show_default=False, help=_ALL)
+@click.option("--out", type=_FOLDER, default="halfstep-demo", help="folder for report.html and results.json")
+@click.option("--epochs", type=click.IntRange(1), default=7, help="passes over 1,437 images")
+@click.option("--width", type=click.IntRange(8), default=64, help="channels of the first layer")
+@click.option("--seed", type=int, default=0, help="seed of initial weights and data order")
 def command(
     device: str | None, dtype: str | None, levels: list[str], out: Path, epochs: int, width: int, seed: int
 ) -> None:

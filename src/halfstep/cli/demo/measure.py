@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ...casting.containers import tensors_in
 from ...torch_internals.torch_compat import TorchDispatchMode
 
-__all__ = ["PeakMemory", "now"]
+__all__ = ["now", "peak_bytes"]
 
 
 def now(device: torch.device) -> float:
@@ -21,36 +22,25 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-class PeakMemory:
-    """The peak memory of tensors on a device during a training step (a block), including memory held before it.
+def peak_bytes(step: Callable[[], object], device: torch.device, held: int) -> int:
+    """Run a training step and return the peak memory of tensors on a device, including memory held before the step.
 
-    On CUDA the allocator counts it. On a CPU this class counts the results of all ops for as long as their memory
+    On CUDA the allocator counts it. On a CPU this function counts the results of all ops for as long as their memory
     lives. The temporary memory of a kernel is in the first count and not in the second.
 
     Args:
+        step: runs the step.
         device: the device of the step.
         held: the bytes held before the step; see ``halfstep.memory``.
     """
-
-    def __init__(self, device: torch.device, held: int) -> None:
-        self.device = device
-        self.bytes = self.held = held
-        self._results = _Results() if device.type != "cuda" else None
-
-    def __enter__(self) -> PeakMemory:
-        if self._results is not None:
-            self._results.__enter__()  # type: ignore[no-untyped-call]
-        else:
-            self._others = torch.cuda.memory_allocated(self.device) - self.held
-            torch.cuda.reset_peak_memory_stats(self.device)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._results is not None:
-            self._results.__exit__(*exc)  # type: ignore[no-untyped-call]
-            self.bytes = self.held + self._results.most
-        else:
-            self.bytes = torch.cuda.max_memory_allocated(self.device) - self._others
+    if device.type == "cuda":
+        others = torch.cuda.memory_allocated(device) - held
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - others
+    with _Results() as results:
+        step()
+    return held + int(results.most)
 
 
 class _Results(TorchDispatchMode):

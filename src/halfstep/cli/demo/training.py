@@ -19,7 +19,7 @@ from halfstep.core.dtypes import dtype_name
 from halfstep.core.loss_scale import DynamicLossScale
 
 from ...diagnostics.findings.memory import memory
-from .measure import PeakMemory, now
+from .measure import now, peak_bytes
 
 __all__ = [
     "BATCH_SIZE",
@@ -238,9 +238,9 @@ def _measure_peak(run: DemoRun, digits: Digits) -> None:
     """Run an additional step whose time and loss do not count."""
     run.model.train()
     run.optimizer.zero_grad()
-    with PeakMemory(digits.train_images.device, memory(run.model, run.optimizer).total) as peak:
-        train_step(run, digits.train_images[:BATCH_SIZE], digits.train_labels[:BATCH_SIZE])
-    run.peak_bytes = peak.bytes
+    images, labels = digits.train_images[:BATCH_SIZE], digits.train_labels[:BATCH_SIZE]
+    held = memory(run.model, run.optimizer).total
+    run.peak_bytes = peak_bytes(lambda: train_step(run, images, labels), images.device, held)
 
 
 @torch.no_grad()
