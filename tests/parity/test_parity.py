@@ -120,7 +120,7 @@ def test_other_weights_are_inputs_that_differ() -> None:
         (lambda x: F.gelu(x), lambda x: F.gelu(x, approximate="tanh"), "arguments"),
         (lambda x: F.layer_norm(x, (16,)), lambda x: F.layer_norm(x, (16,), eps=1e-3), "eps"),
         (
-            lambda x: x / (x.square().sum(-1, True) + 1e-3).sqrt(),
+            lambda x: x / x.square().sum(-1, True).add_(1e-3).sqrt_(),
             lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-3),
             "eps",
         ),
@@ -228,7 +228,11 @@ def test_compiled_code() -> None:
     assert first is not None
     assert (first.module, first.kind, first.more) == ("1", "rounding", "Sequential")
     assert "100%" in first.note
-    assert parity(model, torch.compile(model, backend="eager"), X.bfloat16())
+    unchanged = torch.compile(model, backend="eager")
+    assert parity(model, unchanged, X.bfloat16())
+    first = parity(torch.compile(model), unchanged, X.bfloat16()).first
+    assert first is not None
+    assert (first.kind, first.more) == ("rounding", "Sequential (compiled) (b)")
 
     def refuses(x: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(8, 8, dtype=x.dtype)
@@ -238,6 +242,22 @@ def test_compiled_code() -> None:
     assert first is not None
     assert (first.module, first.kind) == ("(output)", "rounding")
     assert "roundings that Inductor leaves out explain 100%" in first.note
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("step", "compiled", "kind"),
+    [
+        (lambda x: (100 * x.exp().sin()).long(), lambda run: lambda x: run(x.float()), "rounding"),
+        (lambda x: x * 0, lambda run: lambda x: [-each for each in run(x)], "kernel"),
+    ],
+    ids=["integers", "signed zeros"],
+)
+def test_what_compiled_code_computes_otherwise(step: Any, compiled: Any, kind: str) -> None:
+    first = parity(step, torch.compile(step, backend=lambda run, inputs: compiled(run)), X.abs().bfloat16()).first
+    assert first is not None
+    assert first.kind == kind
 
 
 @pytest.mark.parametrize(

@@ -183,13 +183,13 @@ def _compiled_difference(runs: Sequence[SideRun], sides: Sequence[Any], inputs: 
     Two runs are tried: the graph without the roundings that compilers leave out, which is to agree with the compiled
     code, and code that Inductor compiles with them, which is to agree with the graph. Only the first shows a place.
     """
-    pairs = zip(runs, sides, strict=True)
-    ran = [run.again(watched=False) if run.again and is_compiled(side) else run for run, side in pairs]
-    side, other = (1, 0) if is_compiled(sides[1]) else (0, 1)
-    found, eager = part(*ran), runs[side]
-    if found is None or eager.again is None:
+    ran = [each.again(watched=False) if is_compiled(side) else each for each, side in zip(runs, sides, strict=True)]
+    apart = [0.0 if each is own else _distance(each, own) for each, own in zip(ran, runs, strict=True)]
+    side = max(0, 1, key=lambda i: (is_compiled(sides[i]), apart[i]))  # the side that its compiler changes more
+    found, eager, other = part(*ran), runs[side], runs[1 - side]
+    if found is None:
         return None
-    whole, as_eager = _distance(ran[side], eager), rounding_as_eager(sides[side])
+    whole, as_eager = apart[side], rounding_as_eager(sides[side])
     for end, what, rerun in (
         (ran[side], "results that stay in float32 between fused ops", partial(eager.again, below=lambda _: Fused())),
         (eager, "roundings that Inductor leaves out", partial(run, eager.name, as_eager, inputs, watched=False)),
@@ -197,11 +197,11 @@ def _compiled_difference(runs: Sequence[SideRun], sides: Sequence[Any], inputs: 
         with suppress(UsageError):  # of a function that refuses float32 where it had 16 bits
             again = rerun()
             share = max(0.0, 1.0 - _distance(end, again) / whole) if whole else 0.0
-            pair = ran if end is eager else (runs[other], again) if side else (again, runs[other])
+            pair = ran if end is eager else (other, again) if side else (again, other)
             if share >= 0.5 and (parted := part(*pair)):
                 note = f"told from outputs: {what} explain {share:.0%} of the difference"
                 at = replace(_difference(pair, parted, None, exact=False), **(_NOWHERE if end is eager else {}))
-                return replace(at, kind="rounding", more=runs[other].name, note=note)
+                return replace(at, kind="rounding", more=other.name, note=note)
     note = "told from outputs: roundings that the compiler leaves out explain less than half of the difference"
     return replace(_difference(ran, found, None, exact=False), kind="kernel", more="", note=note, **_NOWHERE)
 
@@ -209,7 +209,7 @@ def _compiled_difference(runs: Sequence[SideRun], sides: Sequence[Any], inputs: 
 def _distance(run: SideRun, other: SideRun) -> float:
     """Return the distance of the outputs of two runs, in the dtypes of the first."""
     pairs = [(run.kept[i], other.kept[j]) for i, j in zip(run.outputs, other.outputs, strict=True)]
-    return sum(float((a.double() - b.to(a.dtype).double()).abs().sum()) for a, b in pairs if a.is_floating_point())
+    return sum(float((a.to(torch.complex128) - b.to(a.dtype)).abs().sum()) for a, b in pairs)
 
 
 def _in_float64(side: SideRun, found: Parting) -> torch.Tensor | None:
