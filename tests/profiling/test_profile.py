@@ -296,17 +296,17 @@ def test_the_stride_of_a_convolution(name: str, inner: str, inner_args: Any, arg
 
 
 @pytest.mark.parametrize(
-    ("x", "weight", "turned", "batch", "text"),
+    ("x", "weight", "turned", "batch", "k", "text"),
     [
-        ([4, 16, 10, 10], [16, 8, 1, 1], "True", 1, "transposed 1x1 convolution of 16 channels to 8"),
-        ([2, 16, 10, 10], [12, 4, 3, 3], "False", 4, "3x3 convolution of 16 channels to 12"),
+        ([4, 16, 10, 10], [16, 8, 1, 1], "True", 1, 8, "transposed 1x1 convolution of 16 channels to 8"),
+        ([2, 16, 10, 10], [12, 4, 3, 3], "False", 4, 36, "3x3 convolution of 16 channels to 12"),
     ],
 )
-def test_the_groups_of_a_convolution(x: Any, weight: Any, turned: str, batch: int, text: str) -> None:
+def test_the_groups_of_a_convolution(x: Any, weight: Any, turned: str, batch: int, k: int, text: str) -> None:
     given = {"Input Dims": [x, weight], "Input type": ["float"] * 2, "Concrete Inputs": [*CONV[:6], turned]}
     product = account(launched("aten::convolution", 1, 10, 50, **given)).works[0].product
     assert product is not None
-    assert (product.batch, product.text) == (batch, text)
+    assert (product.batch, product.k, product.text) == (batch, k, text)
 
 
 def account(*events: list[dict[str, Any]], **settings: Any) -> Account:
@@ -321,6 +321,12 @@ def test_what_runs_at_the_same_time_counts_once() -> None:
     assert found.kinds["memory-bound ops"] == 20
     assert (found.kinds["communication, hidden"], found.kinds["communication, exposed"]) == (30, 30)
     assert (found.busy, found.idle) == (90, 0)
+
+
+def test_an_op_that_begins_as_another_ends_is_not_inside_it() -> None:
+    matrices = {"Input Dims": [[512, 512], [512, 512]], "Input type": ["float", "float"]}
+    before = event("aten::linear", 0.5, 1, "cpu_op", 1, **matrices)
+    assert [each.kind for each in account([before], launched("aten::relu", 1, 10, 50)).works] == ["memory-bound ops"]
 
 
 def test_a_kernel_is_named_by_its_op_and_not_by_its_name() -> None:
@@ -363,11 +369,22 @@ def test_a_read_includes_the_views_that_select_its_value() -> None:
     assert found.reads == [(10, 70)]
 
 
-def test_float32_products_on_a_gpu_may_use_tf32() -> None:
-    events = launched("aten::mm", 1, 10, 50)
-    rule = RULES["HS206"][0]
-    assert [each.us for each in rule(account(events, tf32_off=True))] == [40 * (1 - 19.5 / 156)]
-    assert list(rule(account(events))) == []
+STEPPED = [event("Optimizer.step#SGD.step", 0, 99, "user_annotation", 1)]
+STEPPED += [each for i in range(1, 6) for each in launched("aten::add_", i, 10 * i, 10 * i + 8)]
+
+
+@pytest.mark.parametrize(
+    ("code", "events", "settings", "prices"),
+    [
+        ("HS206", launched("aten::mm", 1, 10, 50), {"tf32_off": True}, [40 * (1 - 19.5 / 156)]),
+        ("HS206", launched("aten::mm", 1, 10, 50), {}, []),
+        # what four fifths of an A100's 312 TFLOPS would take, and one fused pass over 28 bytes of each weight
+        ("HS217", launched("aten::mm", 1, 10, 50, "c10::BFloat16"), {}, [40 - 2 * 512**3 / 312e6 / 0.8]),
+        ("HS209", STEPPED, {"weights": 10**6}, [40 - 28e6 / 2.039e6]),
+    ],
+)
+def test_the_price_of_a_cause_is_what_its_fix_saves(code: str, events: Any, settings: Any, prices: list[float]) -> None:
+    assert [each.us for each in RULES[code][0](account(events, **settings))] == pytest.approx(prices)
 
 
 def test_intervals() -> None:

@@ -9,6 +9,7 @@ import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from halfstep import Guard, HalfstepError, OpLists, SearchResult, amp
 from halfstep.cli.app import app
 from halfstep.formats.layers import recipe_of
 from halfstep.formats.recipe import RECIPES, Recipe
-from halfstep.searching.guard import Outcome
+from halfstep.searching.finder import Finder
+from halfstep.searching.guard import Outcome, compared
+from halfstep.searching.scores import Score
 from tools import search_picture
 
 from .planted import KINDS, Chain, Planted, planted, step
@@ -154,7 +157,7 @@ class Exploding(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
-        return (y * 3e4 * 10 + 5e4) / 5e4 / 2
+        return ((y * 3e4 * 10 + 5e4) / 5e4 / 2).view(x.shape)  # an attribute, which is no op
 
 
 def _exploding() -> tuple[nn.Module, list[Batch]]:
@@ -276,6 +279,35 @@ def test_a_budget_ends_a_search() -> None:
     result = search(planted("transformer", 0, 4), budget=2)
     assert (result.status, len(result.runs)) == ("cannot", 2)
     assert "budget of 2 guarded runs" in str(result)
+
+
+def of_five(losses: Any, early: set[str]) -> Finder:
+    """A search over units of which the first have the highest scores."""
+    trials: Any = SimpleNamespace(losses=losses, setting=SimpleNamespace(products=None))
+    scores = {name: Score(5.0 - i, 0.0) for i, name in enumerate("abcde")}
+    given: Any = Guard(), ([0, 0], [0, 0]), [*"abcde"], [], lambda: scores, early, None, None, lambda *_: None
+    return Finder(trials, *given)
+
+
+def test_what_is_not_needed_is_left_out_and_what_comes_early_is_tried_first() -> None:
+    def losses(batches: list[Any], runs: int, wide: Any = "bd") -> list[list[float]]:
+        return [[1.0 if {"b", "d"} <= {*wide} else 2.0] * 2] * runs
+
+    search = of_five(losses, {"e"})
+    assert search.find() == ["b", "d"]
+    assert "".join(search.scores) == "eabcd"
+
+
+def test_random_numbers_with_which_fp32_overflows_are_refused() -> None:
+    with pytest.raises(HalfstepError, match="not finite in fp32"):
+        of_five(lambda *_: [[1.0, 1.0], [math.inf, math.inf]], set()).find()
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (2, 4.303), (15, 2.13145), (31, 2.03951)])
+def test_the_interval_of_a_guard_is_one_of_students_t(freedom: int, quantile: float) -> None:
+    count = freedom + 1  # of differences, one of which is 1: the standard error of their mean is 1 / count
+    spread = compared([1.0, *[0.0] * freedom], [0.0] * count, 0.0).spread
+    assert spread * count == pytest.approx(quantile, rel=2e-5)
 
 
 def test_random_numbers_are_paired() -> None:

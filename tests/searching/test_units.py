@@ -74,7 +74,7 @@ SUMS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], bool]] = {
     "running sum of 20": (lambda x: x.cumsum(-2), (ones(10, 20, 100),), False),
     "running sum of 10": (lambda x: torch.cumsum(x, -3), (ones(10, 20, 100),), False),
     "linear of 50": (functional.linear, (ones(10, 50), ones(30, 50)), True),
-    "addmm of 10": (torch.addmm, (ones(5, 8), ones(5, 10), ones(10, 8)), False),
+    "addmm of 10": (torch.addmm, (ones(5, 50), ones(5, 10), ones(10, 50)), False),
     "mean of all": (torch.mean, (ones(5, 10),), True),
     "no sum": (torch.add, (ones(100), ones(100)), False),
 }
@@ -99,6 +99,10 @@ def test_the_limit_holds_along_a_model(batches: list[Any], beyond: set[str]) -> 
     model = nn.ModuleDict({"add": Node(torch.add, y), "mul": Node(torch.mul, torch.full((2, 2), 0.5))})
     record = watched(model, lambda: [model["mul"](model["add"](torch.tensor(batch))) for batch in batches])
     assert {name.partition(".")[0] for name in record.beyond(4.1, math.inf)} == beyond
+
+
+def test_ops_that_are_in_fp32_at_o1_are_no_units() -> None:
+    assert seen(Node(lambda x, w: (x @ w).softmax(-1).relu()), ones(2, 2), ones(2, 2)).ops() == ["matmul", "relu"]
 
 
 def test_names_are_patterns() -> None:

@@ -208,7 +208,7 @@ def _product(call: Call) -> Product | None:
     name = _short(call.name)
     if len(shapes) > 1 and "attention" in name:
         return _attention(name, shapes)
-    if len(shapes) > 1 and "moe" in name:
+    if "moe" in name:
         return _experts(shapes)
     if "convolution" in name or name.startswith("conv"):
         return _convolution(call, shapes)

@@ -125,7 +125,7 @@ def waits_for_data(account: Account) -> Iterator[Cause]:
 def threads(account: Account) -> Iterator[Cause]:
     """HS213: torch has more threads than this process has cores."""
     of = account.settings
-    if not account.trace.on_gpu and of.threads > of.cores > 0:
+    if not account.trace.on_gpu and of.threads > of.cores:
         us = account.busy * (1 - 1 / max(of.thread_cost, 1.0))
         text = f"{of.threads} threads on {counted(of.cores, 'core')}: small ops take {of.thread_cost:.3g} times as long"
         evidence = {"threads": of.threads, "cores": of.cores}

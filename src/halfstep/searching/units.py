@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -62,7 +63,7 @@ class Seen:
     def __init__(self) -> None:
         self.called: dict[str, None] = {}
         self.own: dict[str, set[str]] = {}
-        self.largest: dict[str, float] = {}
+        self.largest: defaultdict[str, float] = defaultdict(float)
         self.terms: dict[str, int] = {}
         self.first: str | None = None
 
@@ -82,7 +83,7 @@ class Seen:
                     amax = float(value.detach().abs().amax())
                 if self.first is None and not math.isfinite(amax):
                     self.first = name
-                self.largest[name] = max(self.largest.get(name, 0.0), amax)
+                self.largest[name] = max(self.largest[name], amax)
 
     def beyond(self, limit: float, terms: float) -> set[str]:
         """The modules with a number beyond a limit, or a sum of more terms than another, as AutoCast's rules are."""
