@@ -112,11 +112,10 @@ def test_a_built_program_is_cast_as_a_captured_one(level: str) -> None:
     other = copy.deepcopy(model)
     x, y = torch.randn(6, 8), torch.randint(4, (6,))
     captured = static.capture(other, nn.CrossEntropyLoss(), (x, y))
-    static.amp.decorate(torch.optim.SGD(other.parameters(), lr=0.1), level=level, dtype="bfloat16").minimize(
-        captured.loss
-    )
     loss: Any = nn.CrossEntropyLoss()(model(static.data("input", [None, 8])), static.data("label", [None], "int64"))
-    static.amp.decorate(torch.optim.SGD(model.parameters(), lr=0.1), level=level, dtype="bfloat16").minimize(loss)
+    for each, goal in ((other, captured.loss), (model, loss)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        static.amp.decorate(optimizer, level=level, dtype="bfloat16").minimize(goal)
     program = static.default_main_program()
     assert program.explain() == captured.explain()
     for _ in range(3):
@@ -145,12 +144,14 @@ def test_values_are_fetched_by_name_and_by_themselves() -> None:
     loss: Any = F.mse_loss(hidden.relu(), y)
     torch.optim.SGD(model.parameters(), lr=0.0).minimize(loss)  # type: ignore[attr-defined]
     feed = {"x": torch.randn(5, 4), "y": torch.rand(5, 3)}
-    found = static.Executor().run(static.default_main_program(), feed, [loss.name, hidden, hit, hidden.name])
+    program = static.default_main_program()
+    found = static.Executor().run(program, feed, [loss.name, hidden, hit, hidden.name, *program.outputs])
     expected = model(feed["x"]).detach()
     torch.testing.assert_close(found[1], expected)
     assert torch.equal(found[3], found[1])
     torch.testing.assert_close(found[0], F.mse_loss(expected.relu(), feed["y"]))
     assert found[2] == (expected.argmax(1) == feed["y"].argmax(1)).float().mean()
+    assert found[4:] == found[2:3]  # what no other value is computed from
 
 
 def normed() -> Any:
@@ -218,7 +219,10 @@ def test_a_clone_keeps_its_program_where_the_program_begins_anew() -> None:
 
 def test_a_run_without_a_program_is_one_of_the_default_program() -> None:
     doubled: Any = static.data("x", [2]) * 2
-    assert static.Executor().run(feed={"x": torch.ones(2)}, fetch_list=[doubled])[0].tolist() == [2, 2]
+    given: Any = {"feed": {"x": torch.ones(2)}, "fetch_list": [doubled, doubled.bfloat16()]}
+    found = static.Executor().run(**given, return_numpy=True)
+    assert [(each.dtype, *each) for each in found] == [(np.float32, 2, 2)] * 2
+    assert all(each.is_meta for each in static.Executor("meta").run(**given))
     with static.program_guard(static.Program()):
         assert static.Executor().run() == []
 
@@ -305,10 +309,8 @@ def test_arguments_without_meaning_here_are_taken(decorated: bool) -> None:
     optimizer.minimize(loss, startup_program=static.default_startup_program())
     if decorated:
         optimizer.amp_init("cpu", scope=static.global_scope(), rewrite_master_weight=True)
-    feed, exe = {"x": torch.ones(2, 4)}, static.Executor("cpu")
-    first, second = (
-        exe.run(feed=feed, fetch_list=[loss], scope=static.global_scope(), return_numpy=True)[0] for _ in range(2)
-    )
+    given: Any = {"feed": {"x": torch.ones(2, 4)}, "fetch_list": [loss], "scope": static.global_scope()}
+    first, second = (static.Executor("cpu").run(**given, return_numpy=True)[0] for _ in range(2))
     assert isinstance(first, np.ndarray)
     assert second < first
 

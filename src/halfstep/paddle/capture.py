@@ -208,7 +208,7 @@ class Program:
         self._recorded = len(tape)
         for node in self.graph_module.graph.nodes:
             name = (node.meta.get("custom") or {}).get(VALUE)
-            if name is not None:
+            if name is not None and node.meta.get("val") is not None:  # or else an assertion of torch.export about it
                 self._names[name] = node.name
         own = [*(["loss"] if has_loss else []), *(value.name for value in self.outputs)]
         self._names.update({value.name: name for value, name in zip(outputs, own, strict=True)})
