@@ -30,7 +30,7 @@ from halfstep.integrations.training_precision import TrainingPrecision
 from halfstep.scaling import DynamicLossScale, StaticLossScale
 from tests.support.apex_recording import batch, golden, net, optimizer
 from tests.support.processes import one_rank
-from tests.support.worlds import HALVES, LEVELS, read_back, scaled_backward, step_and_clear
+from tests.support.worlds import HALVES, LEVELS, Applies, read_back, scaled_backward, step_and_clear
 
 FACTS = golden("apex_amp")["banner_and_errors"]
 EXCEPTIONS = {"RuntimeError": RuntimeError, "TypeError": TypeError, "ValueError": ValueError, "IndexError": IndexError}
@@ -47,8 +47,7 @@ def start(level: str, half: torch.dtype = torch.bfloat16, **options: Any) -> tup
 
 def backward(model: nn.Module, optim: Any, t: int = 0, factor: float = 1.0, **kwargs: Any) -> None:
     x, y, _ = batch(t)
-    loss = F.cross_entropy(model(x), y) * factor
-    scaled_backward(loss, optim, **kwargs)
+    scaled_backward(F.cross_entropy(model(x), y) * factor, optim, **kwargs)
 
 
 # ---- options, as recorded
@@ -98,8 +97,7 @@ def test_options(key: str) -> None:
         return
     model, optim = fresh()
     returned = amp.initialize(model, optim, dtype=torch.float16, verbosity=0, **given)
-    assert returned[0] is model
-    assert returned[1] is optim
+    assert [*map(id, returned)] == [id(model), id(optim)]
     options = amp._amp_state.opt_properties.options
     shown = {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in options.items()}
     assert {k: v for k, v in shown.items() if v != float("inf")} == recorded["options"]
@@ -168,10 +166,8 @@ def test_types(key: str) -> None:
 
 
 def test_wrapped_for_parallel_training_is_refused() -> None:
-    with one_rank():
-        wrapped = nn.parallel.DistributedDataParallel(net())
-        with pytest.raises(UsageError, match=r"original model"):
-            amp.initialize(wrapped, opt_level="O2", verbosity=0)
+    with one_rank(), pytest.raises(UsageError, match=r"original model"):
+        amp.initialize(nn.parallel.DistributedDataParallel(net()), opt_level="O2", verbosity=0)
 
 
 @pytest.mark.parametrize("name", ["float16", "fp16", "torch.float16"])
@@ -260,6 +256,12 @@ def test_a_policy_of_ones_own() -> None:
     assert (shown.keep_batchnorm_fp32, shown.master_weights) == (False, False)
 
 
+def test_lists_at_o2_cast_the_listed_ops_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Applies(lambda x: (x.exp().dtype, x.relu().dtype)))
+    model = amp.initialize(model, opt_level="O2", custom_black_list=["relu"], verbosity=0)
+    assert model(torch.ones(1, 4)) == (torch.bfloat16, torch.float32)
+
+
 def test_a_policy_without_16_bits_is_like_O0() -> None:
     model = amp.initialize(net(), policy=Policy(), verbosity=0)
     assert model(batch(0)[0]).dtype is torch.float32
@@ -337,9 +339,8 @@ def test_verbosity_0_is_silent_and_1_tells_of_skips(caplog: pytest.LogCaptureFix
         for t in range(2):
             backward(model, optim, t, factor=float("inf") if t == 0 else 1.0)
             step_and_clear(optim)
-        assert ("Gradient overflow" in caplog.text) == (verbosity == 1)
-        assert ("loss scaler 0" in caplog.text) == (verbosity == 1)
-        assert ("32768" in caplog.text) == (verbosity == 1)
+        for said in ("Gradient overflow", "loss scaler 0", "32768"):
+            assert (said in caplog.text) == (verbosity == 1)
 
 
 # ---- enabled=False
