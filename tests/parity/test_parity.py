@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ def test_what_is_said_of_a_difference() -> None:
     assert 2**14 < first.ulps <= 2**16
     assert not first.inputs_differed
     assert "first difference: (step): cast, rounding" in str(found)
+    assert "ulps  inputs" in str(found), "numbers end below the end of their header"
+    assert parity(plain, rounded, X, reference=None).first == replace(first, nearer="")
 
 
 def test_other_weights_are_inputs_that_differ() -> None:
@@ -112,6 +115,7 @@ def test_other_weights_are_inputs_that_differ() -> None:
     first = parity(mlp().eval(), other.eval(), X).first
     assert first is not None
     assert (first.module, first.op, first.kind, first.inputs_differed) == ("4", "bias", "inputs", True)
+    assert first.nearer == ""
 
 
 @pytest.mark.parametrize(
@@ -203,8 +207,9 @@ def test_a_row_in_a_batch() -> None:
     assert (found.first.kind, found.names) == ("accumulation", ("row 0 alone", "row 0 of 8"))
     assert [(op.op, bool(op.ulps)) for op in found.ops] == [("relu", False), ("matmul", True)]
     assert parity.batch_invariance(nn.Sequential(nn.ReLU(), nn.LayerNorm(16)), X)
-    with pytest.raises(HalfstepError, match="1 rows: give a batch of 2"):
-        parity.batch_invariance(mlp(), X[:1])
+    for inputs, rows in ((X[:1], 1), (3.0, 0)):
+        with pytest.raises(HalfstepError, match=f"{rows} rows: give a batch of 2"):
+            parity.batch_invariance(mlp(), inputs)
 
 
 def test_a_row_with_its_padding_and_without() -> None:
@@ -230,7 +235,7 @@ def test_compiled_code() -> None:
     assert "100%" in first.note
     unchanged = torch.compile(model, backend="eager")
     assert parity(model, unchanged, X.bfloat16())
-    first = parity(torch.compile(model), unchanged, X.bfloat16()).first
+    first = parity(torch.compile(model, options=options), unchanged, X.bfloat16()).first
     assert first is not None
     assert (first.kind, first.more) == ("rounding", "Sequential (compiled) (b)")
 
