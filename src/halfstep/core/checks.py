@@ -26,9 +26,9 @@ __all__ = [
 
 
 def arguments(local: Mapping[str, Any], *excluded: str) -> dict[str, Any]:
-    """Collect the arguments of a constructor by name from its ``locals()``, without the ``excluded`` ones.
+    """Collect the arguments of a function by name from its ``locals()``, without the ``excluded`` ones.
 
-    Call this before the constructor sets any other local name.
+    Call this before the function sets any other local name.
     """
     return {name: value for name, value in local.items() if name not in ("self", "__class__", *excluded)}
 

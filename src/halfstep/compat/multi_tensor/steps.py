@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...core.checks import arguments
 from ...core.scalars import in_scalar_dtype
 from ...kernels import multi_tensor as ops
 from ...optimizers.adagrad import adagrad, adagrad_scalars
@@ -43,15 +44,9 @@ def multi_tensor_sgd(
     scale: Number = 1.0,
 ) -> None:
     """Gradient descent for lists ``[gradients, parameters, momenta]`` and, as a fourth, 16-bit copies. Obeys."""
+    group = {**arguments(locals()), "weight_decay": wd}
     grads, params, buffers = take(lists, 3, 4)[:3]
     skip = skip_of(noop_flag, params)
-    group = {
-        "lr": lr,
-        "momentum": momentum,
-        "weight_decay": wd,
-        "nesterov": nesterov,
-        "wd_after_momentum": wd_after_momentum,
-    }
     scalars = sgd_scalars(group, 1.0 if first_run else 1.0 - dampening, scale)
     if momentum:
         if first_run:
@@ -77,15 +72,9 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """Adam for lists ``[gradients, parameters, exp_avg, exp_avg_sq]``; mode 0 is L2, 1 is AdamW. Obeys."""
+    group = {**arguments(locals()), "betas": (beta1, beta2), "adam_w_mode": mode}
+    group["lr"] = lr.reshape(()) if isinstance(lr, torch.Tensor) else lr
     grads, params, exp_avg, exp_avg_sq = take(lists, 4)
-    group = {
-        "lr": lr.reshape(()) if isinstance(lr, torch.Tensor) else lr,
-        "betas": (beta1, beta2),
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "adam_w_mode": mode,
-        "bias_correction": bias_correction,
-    }
     scalars = adam_scalars(group, as_float64(step), 1.0)
     state: dict[str, Any] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     ops.run(adam, scalars, skip=skip_of(noop_flag, params), grad=grads, param=params, **state)
@@ -109,8 +98,8 @@ def multi_tensor_adagrad(
     chunk_size: int, noop_flag: torch.Tensor, lists: Lists, lr: Number, eps: float, mode: int, weight_decay: float
 ) -> None:
     """Adagrad for lists ``[gradients, parameters, sums]``; mode 0 is L2, 1 decays apart from the gradient. Obeys."""
+    group = {**arguments(locals()), "adagrad_w_mode": mode, "lr_decay": 0.0}
     grads, params, sums = take(lists, 3)
-    group = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adagrad_w_mode": mode, "lr_decay": 0.0}
     scalars = adagrad_scalars(group, torch.ones((), dtype=torch.float32, device="cpu"), 1.0)
     ops.run(adagrad, scalars, skip=skip_of(noop_flag, params), grad=grads, param=params, sum=sums)
 
@@ -136,6 +125,7 @@ def multi_tensor_novograd(
     ``moment_mode`` 0 normalizes the gradient and decays before the first moment, 1 after it. ``norm_type`` is 2, or 0
     for the largest magnitude.
     """
+    group = {**arguments(locals()), "betas": (beta1, beta2), "reg_inside_moment": moment_mode == 0}
     grads, params, exp_avg = take(lists, 3)
     skip = skip_of(noop_flag, params)
     before = in_scalar_dtype(grad_norms)
@@ -146,15 +136,6 @@ def multi_tensor_novograd(
         norms = torch.stack([g.abs().amax() if g.numel() else g.new_zeros(()) for g in grads])
     after = moving_norm(before, in_scalar_dtype(norms), beta2, norm_type)
     grad_norms.copy_(torch.where(skip != 0, before, after))
-    group = {
-        "lr": lr,
-        "betas": (beta1, beta2),
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "bias_correction": bias_correction,
-        "reg_inside_moment": moment_mode == 0,
-        "grad_averaging": grad_averaging,
-    }
     scalars = novograd_scalars(group, as_float64(step), 1.0, after)
     ops.run(novograd, scalars, skip=skip, grad=grads, param=params, exp_avg=exp_avg)
 
@@ -180,18 +161,11 @@ def multi_tensor_lamb(
 
     ``mode`` 0 adds weight decay to the gradient, 1 to the direction. ``max_grad_norm`` of 0 does not clip.
     """
+    group = {**arguments(locals()), "betas": (beta1, beta2), "adam_w_mode": mode}
     grads, params, exp_avg, exp_avg_sq = take(lists, 4)
     skip = skip_of(noop_flag, params)
     norm = as_float64(global_grad_norm)
     limit = as_float64(max_grad_norm).to(norm)
-    group = {
-        "betas": (beta1, beta2),
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "adam_w_mode": mode,
-        "bias_correction": bias_correction,
-        "grad_averaging": grad_averaging,
-    }
     factor = torch.where((limit > 0) & (norm > limit), limit / norm, 1.0)
     scalars = lamb_scalars(group, as_float64(step), factor)
     state: dict[str, Any] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
