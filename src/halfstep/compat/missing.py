@@ -1,4 +1,4 @@
-"""The parts of Apex that halfstep does not have: a table of modules and names, each with its replacement."""
+"""The parts of Apex that halfstep does not have: tables of modules and of names, each with its replacement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,28 @@ _OP_LISTS = "Op lists decide on casts: use amp.register_half_function and its si
 _STEPS = "The optimizers of halfstep do it themselves: use amp.scale_loss, step and amp.master_params."
 _SYNC = {"SyncBatchnormFunction": "Use apex.parallel.SyncBatchNorm, or the functions of the extension syncbn."}
 
-_INSTEAD: dict[str, str | dict[str, str]] = {
+_MODULES = {
+    "contrib.bottleneck": "Use torchvision's Bottleneck with DistributedDataParallel.",
+    "contrib.conv_bias_relu": "Use torch.nn.Conv2d and torch.relu under torch.compile, which fuses them.",
+    "contrib.cudnn_gbn": "Use apex.parallel.SyncBatchNorm with a process group.",
+    "contrib.fmha": "Use torch.nn.functional.scaled_dot_product_attention.",
+    "contrib.gpu_direct_storage": "Use torch.cuda.gds.",
+    "contrib.groupbn": "Use apex.parallel.SyncBatchNorm with a process group, and channels_last.",
+    "contrib.index_mul_2d": "Use in1[idx] * in2.",
+    "contrib.multihead_attn": "Use torch.nn.MultiheadAttention, or torch.nn.functional.scaled_dot_product_attention "
+    "with projections of your own.",
+    "contrib.nccl_allocator": "Use torch.cuda.MemPool.",
+    "contrib.openfold_triton": "Use torch.nn.functional.scaled_dot_product_attention and torch.nn.LayerNorm.",
+    "contrib.peer_memory": "Use torch.distributed with the NCCL backend.",
+    "contrib.sparsity": "Use torch.sparse.to_sparse_semi_structured, or the 2:4 sparsity of torchao.sparsity.",
+    "contrib.transducer": "Use torchaudio.functional.rnnt_loss.",
+    "pyprof.parse": "Use torch.profiler, and key_averages() of what it gives.",
+    "pyprof.prof": "Use torch.profiler, and key_averages() of what it gives.",
+    "transformer": "Use Megatron-LM, or torch.distributed.tensor.parallel and torch.distributed.pipelining.",
+}
+"""The replacement of each module of ``apex`` that is missing."""
+
+_NAMES: dict[str, dict[str, str]] = {
     "amp._amp_state": {"warn_or_err": "Use an error of your own.", "container_abcs": "Use collections.abc."},
     "amp._initialize": {
         "_initialize check_models check_optimizers check_params_fp32": _INITIALIZE,
@@ -55,23 +76,9 @@ _INSTEAD: dict[str, str | dict[str, str]] = {
         "make_cast_wrapper cached_cast make_promote_wrapper promote sequence_promote promote_match_arg0": _OP_LISTS,
         "err_if_any_half err_if_arg0_half rnn_cast new_rnn_cast disable_casts": _OP_LISTS,
     },
-    "contrib.bottleneck": "Use torchvision's Bottleneck with DistributedDataParallel.",
-    "contrib.conv_bias_relu": "Use torch.nn.Conv2d and torch.relu under torch.compile, which fuses them.",
-    "contrib.cudnn_gbn": "Use apex.parallel.SyncBatchNorm with a process group.",
-    "contrib.fmha": "Use torch.nn.functional.scaled_dot_product_attention.",
-    "contrib.gpu_direct_storage": "Use torch.cuda.gds.",
-    "contrib.groupbn": "Use apex.parallel.SyncBatchNorm with a process group, and channels_last.",
-    "contrib.index_mul_2d": "Use in1[idx] * in2.",
-    "contrib.multihead_attn": "Use torch.nn.MultiheadAttention, or torch.nn.functional.scaled_dot_product_attention "
-    "with projections of your own.",
-    "contrib.nccl_allocator": "Use torch.cuda.MemPool.",
-    "contrib.openfold_triton": "Use torch.nn.functional.scaled_dot_product_attention and torch.nn.LayerNorm.",
     "contrib.optimizers": {**_ADAM, **_LAMB},
     "contrib.optimizers.distributed_fused_adam": _ADAM,
     "contrib.optimizers.distributed_fused_lamb": _LAMB,
-    "contrib.peer_memory": "Use torch.distributed with the NCCL backend.",
-    "contrib.sparsity": "Use torch.sparse.to_sparse_semi_structured, or the 2:4 sparsity of torchao.sparsity.",
-    "contrib.transducer": "Use torchaudio.functional.rnnt_loss.",
     "fp16_utils": _FP16UTIL,
     "fp16_utils.fp16util": _FP16UTIL,
     "optimizers": {
@@ -86,11 +93,8 @@ _INSTEAD: dict[str, str | dict[str, str]] = {
     },
     "parallel.optimized_sync_batchnorm_kernel": _SYNC,
     "parallel.sync_batchnorm_kernel": _SYNC,
-    "pyprof.parse": "Use torch.profiler, and key_averages() of what it gives.",
-    "pyprof.prof": "Use torch.profiler, and key_averages() of what it gives.",
-    "transformer": "Use Megatron-LM, or torch.distributed.tensor.parallel and torch.distributed.pipelining.",
 }
-"""The replacement of each module of ``apex``, or of space-separated names in the module."""
+"""By module of ``apex``, the replacement of each missing name, or of several names with a space between them."""
 
 _NORM, _ATTENTION = "apex.normalization.FusedLayerNorm", "torch.nn.functional.scaled_dot_product_attention"
 _EXTENSIONS = {
@@ -123,10 +127,9 @@ class _Missing(importlib.abc.MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         name = fullname.removeprefix(_TREE)
-        instead = _INSTEAD.get(name) if name != fullname else None
-        if isinstance(instead, str):
+        if name != fullname and name in _MODULES:
             # Do not set the error's name, or `from apex import X` hides this error behind its own.
-            raise MissingModuleError(f"halfstep does not have apex.{name}. {instead}")
+            raise MissingModuleError(f"halfstep does not have apex.{name}. {_MODULES[name]}")
         if fullname in _EXTENSIONS and caller_in("importlib.util") is None:  # not a query by ``find_spec``
             error = MissingModuleError(
                 f"No module named {fullname!r}: it is a compiled extension of Apex, and halfstep has none. Use "
@@ -152,18 +155,14 @@ def refusing(module: str) -> Callable[[str], Any]:
     AttributeError.
     """
     path = module.removeprefix(_TREE[:-1]).removeprefix(".")
-    table = _INSTEAD.get(path)
-    instead = (
-        {name: advice for names, advice in table.items() for name in names.split()} if isinstance(table, dict) else {}
-    )
+    instead = {name: advice for names, advice in _NAMES.get(path, {}).items() for name in names.split()}
 
     def getattr_(name: str) -> NoReturn:
         if name in instead:
             raise MissingNameError(f"apex.{path}.{name} is not in halfstep. {instead[name]}", name=name)
         below = f"{path}.{name}".removeprefix(".")
-        advice = _INSTEAD.get(below)
-        if isinstance(advice, str):
-            raise NotImportedError(f"halfstep does not have apex.{below}. {advice}")
+        if below in _MODULES:
+            raise NotImportedError(f"halfstep does not have apex.{below}. {_MODULES[below]}")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return getattr_
