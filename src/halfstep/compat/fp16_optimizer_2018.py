@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError
-from ..parameters.held_masters import write_master
 from . import fp16_utils
 from .optimizer_wrapper import forwarded
 
@@ -90,8 +89,7 @@ class FP16OptimizerOf2018(fp16_utils.FP16_Optimizer):
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:
         """The tensors that steps update, group by group: the masters of 16-bit parameters, and the other parameters."""
-        masters = self._attached.keeper.master_params()
-        return [[next(masters) for _ in group["params"]] for group in self.param_groups]
+        return self._stepped_groups()
 
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
@@ -139,11 +137,7 @@ class FP16OptimizerOf2018(fp16_utils.FP16_Optimizer):
         entry = {"loss_scale": float(state_dict["cur_scale"]), "cur_iter": iteration, "last_overflow_iter": last}
         window = getattr(scaler, "scale_window", 1000)
         scaler.load_state_dict({**entry, "unskipped": (iteration - last - 1) % window})
-        with torch.no_grad():
-            for group, pieces in zip(groups, values, strict=True):
-                for param, value in zip(group, pieces, strict=True):
-                    has = self._attached.keeper.has(param)
-                    param.copy_(write_master(param, value.to(param.device)) if has else value)  # type: ignore[arg-type]
+        self._write(groups, values)
 
 
 def _pieces(saved: Any, group: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -21,6 +21,11 @@ class MasterGroups:
     def _groups(self) -> list[list[torch.Tensor]]:
         return [group["params"] for group in self._attached.optimizer.param_groups]
 
+    def _stepped_groups(self) -> list[list[torch.Tensor]]:
+        """Return the tensors that steps update: the masters, and the parameters without a master."""
+        stepped = self._attached.keeper.master_params()
+        return [[next(stepped) for _ in group] for group in self._groups()]
+
     @property
     def fp16_groups(self) -> list[list[torch.Tensor]]:
         """The 16-bit parameters of the model that have masters, group by group."""

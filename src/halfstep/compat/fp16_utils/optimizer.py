@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -80,8 +80,7 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
     ) -> None:
         if isinstance(init_optimizer, FP16_Optimizer):
             raise UsageError("This optimizer is an FP16_Optimizer already; wrap a plain one once.")
-        if not isinstance(init_optimizer, torch.optim.Optimizer):
-            raise ArgumentTypeError(f"init_optimizer must be a torch.optim.Optimizer, not {init_optimizer!r}.")
+        check_kind("init_optimizer", init_optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         self.dynamic_loss_scale = check_flag("dynamic_loss_scale", dynamic_loss_scale)
         check_flag("verbose", verbose)
         self.loss_scaler = (
@@ -231,11 +230,7 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
         if self.overflow:
             logger.warning("The gradients overflowed, so inspect_master_grad_data returns None.")
             return None
-        params = self._attached.keeper.master_params()
-        return [
-            [None if p.grad is None else p.grad.detach() for p in islice(params, len(group["params"]))]
-            for group in self.param_groups
-        ]
+        return [[None if p.grad is None else p.grad.detach() for p in group] for group in self._stepped_groups()]
 
     # ---- checkpoints
 
@@ -304,12 +299,16 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
             logger.warning(
                 "%s: the loss scale is %s here and was not when saved; it stays %g.", _NAME, kind, self.loss_scale
             )
-        with torch.no_grad():
-            for group, saved_group in zip(self.fp16_groups, saved, strict=True):
-                for param, tensor in zip(group, saved_group, strict=True):
-                    param.copy_(write_master(param, tensor))  # type: ignore[arg-type]
+        self._write(self.fp16_groups, saved)
 
     # ---- inside
+
+    @torch.no_grad()
+    def _write(self, groups: list[list[torch.Tensor]], values: list[list[torch.Tensor]]) -> None:
+        """Write values to the masters of parameters, or to parameters without a master."""
+        for param, value in zip(chain(*groups), chain(*values), strict=True):
+            rounded = write_master(param, value)
+            param.copy_(value if rounded is None else rounded)
 
     def _settle(self) -> None:
         if self._scale is not None:
