@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,9 +163,7 @@ _TORCH_CUDA: dict[str, Any] = {
     "Stream": _Stream,
     "current_stream": lambda device=None: _Stream(),
     "default_stream": lambda device=None: _Stream(),
-    "stream": _block,
-    "device": _block,
-    "device_of": _block,
+    **dict.fromkeys(("stream", "device", "device_of"), _block),
     **{name: getattr(torch, name) for name in _TENSOR_TYPES.split()},
 }
 
@@ -305,16 +303,12 @@ def cuda_on_cpu() -> Iterator[None]:
         *((dist, name, _on_gloo(getattr(dist, name))) for name in ("init_process_group", "new_group")),
         (DistributedDataParallel, "__init__", ddp),
     ]
-    missing = object()
-    before = [(owner, name, vars(owner).get(name, missing)) for owner, name, _ in replaced]
-    for owner, name, value in replaced:
-        setattr(owner, name, value)
-    try:
-        with _ToCpu():
-            yield
-    finally:
-        for owner, name, value in before:
-            if value is missing:
-                delattr(owner, name)
+    with ExitStack() as stack:
+        for owner, name, value in replaced:
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, vars(owner)[name])
             else:
-                setattr(owner, name, value)
+                stack.callback(delattr, owner, name)
+            setattr(owner, name, value)
+        stack.enter_context(_ToCpu())
+        yield
