@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..sync_batchnorm import normalize
 
@@ -24,32 +25,32 @@ __all__ = [
     "welford_parallel",
 ]
 
-Maybe = torch.Tensor | None
+Maybe = Tensor | None
 
 
-def _last(x: torch.Tensor) -> torch.Tensor:
+def _last(x: Tensor) -> Tensor:
     """Return a tensor in fp32 with its channels last."""
     return x.float().movedim(1, -1)
 
 
-def _columns(x: torch.Tensor) -> torch.Tensor:
+def _columns(x: Tensor) -> Tensor:
     return x.float().reshape(-1, x.shape[-1])
 
 
-def welford_mean_var_c_last(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def welford_mean_var_c_last(input: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each channel."""
     var, mean = torch.var_mean(_columns(input), 0, correction=0)
     return mean, var
 
 
-def welford_mean_var(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def welford_mean_var(input: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each channel."""
     return welford_mean_var_c_last(_last(input))
 
 
 def welford_parallel(
-    mean_feature_nodes: torch.Tensor, var_biased: torch.Tensor, numel: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mean_feature_nodes: Tensor, var_biased: Tensor, numel: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the statistics of several batches, weighted by the batch sizes.
 
     Args:
@@ -68,30 +69,22 @@ def welford_parallel(
 
 
 def batchnorm_forward_c_last(
-    input: torch.Tensor,
-    z: Maybe,
-    mean: torch.Tensor,
-    inv_std: torch.Tensor,
-    weight: Maybe,
-    shift: Maybe,
-    fuse_relu: bool = False,
-) -> torch.Tensor:
+    input: Tensor, z: Maybe, mean: Tensor, inv_std: Tensor, weight: Maybe, shift: Maybe, fuse_relu: bool = False
+) -> Tensor:
     """Compute ``(input - mean) * inv_std * weight + shift + z``, and ReLU, in the dtype of the input."""
     y = _normalize(input, z, mean, inv_std, weight, shift)
     return (y.relu() if fuse_relu else y).to(input.dtype)
 
 
-def batchnorm_forward(
-    input: torch.Tensor, mean: torch.Tensor, inv_std: torch.Tensor, weight: Maybe, shift: Maybe
-) -> torch.Tensor:
+def batchnorm_forward(input: Tensor, mean: Tensor, inv_std: Tensor, weight: Maybe, shift: Maybe) -> Tensor:
     """Compute ``(input - mean) * inv_std * weight + shift`` in the dtype of the input."""
     y = batchnorm_forward_c_last(_last(input), None, mean, inv_std, weight, shift)
     return y.movedim(-1, 1).to(input.dtype)
 
 
 def reduce_bn_c_last(
-    grad_output: torch.Tensor, input: torch.Tensor, mean: torch.Tensor, inv_std: torch.Tensor, weight: Maybe
-) -> tuple[torch.Tensor, torch.Tensor, Maybe, Maybe]:
+    grad_output: Tensor, input: Tensor, mean: Tensor, inv_std: Tensor, weight: Maybe
+) -> tuple[Tensor, Tensor, Maybe, Maybe]:
     """Sum ``grad_output`` and ``grad_output * (input - mean)``, and compute the gradients of weight and shift."""
     dy = _columns(grad_output)
     sum_dy, sum_dy_xmu = dy.sum(0), (dy * (_columns(input) - mean)).sum(0)
@@ -100,23 +93,21 @@ def reduce_bn_c_last(
     return sum_dy, sum_dy_xmu, (sum_dy_xmu * inv_std).to(weight.dtype), sum_dy.to(weight.dtype)
 
 
-def reduce_bn(
-    grad_output: torch.Tensor, input: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, Maybe, Maybe]:
+def reduce_bn(grad_output: Tensor, input: Tensor, *others: Any) -> tuple[Tensor, Tensor, Maybe, Maybe]:
     """Run ``reduce_bn_c_last`` with the channels in dimension 1."""
     return reduce_bn_c_last(_last(grad_output), _last(input), *others)
 
 
 def batchnorm_backward_c_last(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    mean: torch.Tensor,
-    inv_std: torch.Tensor,
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    inv_std: Tensor,
     weight: Maybe,
-    sum_dy: torch.Tensor,
-    sum_dy_xmu: torch.Tensor,
-    count: torch.Tensor,
-) -> torch.Tensor:
+    sum_dy: Tensor,
+    sum_dy_xmu: Tensor,
+    count: Tensor,
+) -> Tensor:
     """Compute the gradient of the input from the sums over all batches and the count of values."""
     n = count.sum()
     centred = grad_output.float() - sum_dy / n - (input.float() - mean) * inv_std.square() * (sum_dy_xmu / n)
@@ -124,26 +115,20 @@ def batchnorm_backward_c_last(
     return (centred * scale).to(input.dtype)
 
 
-def batchnorm_backward(grad_output: torch.Tensor, input: torch.Tensor, *others: Any) -> torch.Tensor:
+def batchnorm_backward(grad_output: Tensor, input: Tensor, *others: Any) -> Tensor:
     """Run ``batchnorm_backward_c_last`` with the channels in dimension 1."""
     return batchnorm_backward_c_last(_last(grad_output), _last(input), *others).movedim(-1, 1).to(input.dtype)
 
 
 def relu_bw_c_last(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    z: Maybe,
-    mean: torch.Tensor,
-    inv_std: torch.Tensor,
-    weight: Maybe,
-    shift: Maybe,
-) -> torch.Tensor:
+    grad_output: Tensor, input: Tensor, z: Maybe, mean: Tensor, inv_std: Tensor, weight: Maybe, shift: Maybe
+) -> Tensor:
     """Return ``grad_output``, zeroed where the normalized sum is not above zero."""
     y = _normalize(input, z, mean, inv_std, weight, shift)
     return torch.where(y > 0, grad_output, 0.0).to(grad_output.dtype)
 
 
-def _normalize(x: torch.Tensor, z: Maybe, mean: torch.Tensor, inv_std: torch.Tensor, *affine: Maybe) -> torch.Tensor:
+def _normalize(x: Tensor, z: Maybe, mean: Tensor, inv_std: Tensor, *affine: Maybe) -> Tensor:
     """Run ``normalize`` in fp32 and add ``z``."""
     weight, shift = (None if t is None else t.float() for t in affine)
     y = normalize(x.float(), mean, inv_std, weight, shift)
