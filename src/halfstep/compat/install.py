@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from types import CodeType, ModuleType
 
 from ..core.errors import UsageError
+from .migrate.names import EXTENSIONS
 from .missing import refuse_missing
 
 __all__ = ["install", "second_name", "uninstall"]
 
-_EXTENSIONS = ("amp_C", "apex_C", "syncbn")
-_TOP = {"apex": "halfstep.compat.apex", **{name: f"halfstep.compat.apex.{name}" for name in _EXTENSIONS}}
+_TOP = {"apex": "halfstep.compat.apex", **{name: f"halfstep.compat.apex.{name}" for name in EXTENSIONS}}
 """Apex's top-level modules, each with the module of halfstep that replaces it."""
 
 
@@ -97,8 +97,7 @@ def install(force: bool = False) -> None:
     refuse_missing()
     if _finder in sys.meta_path:
         return
-    real = _real_apex()
-    if real and not force:
+    if not force and importlib.util.find_spec("apex") is not None:
         if importlib.util.find_spec("apex.amp") is not None:
             raise UsageError(
                 "An Apex that has amp is installed, and a script that imports it gets it. Uninstall it, or pass "
@@ -118,7 +117,3 @@ def uninstall() -> None:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in _TOP and getattr(module, "__name__", "").startswith("halfstep."):
             del sys.modules[name]
-
-
-def _real_apex() -> bool:
-    return importlib.util.find_spec("apex") is not None

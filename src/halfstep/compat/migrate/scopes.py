@@ -156,10 +156,8 @@ class _Reader(ast.NodeVisitor):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     if self._ours(alias.name):
-                        whole = alias.asname is not None
-                        found[alias.asname or alias.name.partition(".")[0]] = (
-                            alias.name if whole else alias.name.partition(".")[0]
-                        )
+                        root = alias.name.partition(".")[0]
+                        found[alias.asname or root] = alias.name if alias.asname else root
             elif isinstance(node, ast.ImportFrom):
                 ours = node.level == 0 and node.module is not None and self._ours(node.module)
                 for alias in node.names:

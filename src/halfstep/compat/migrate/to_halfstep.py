@@ -54,14 +54,14 @@ class _Rewriting:
         """Collect the changes."""
         for use in self._names.uses:
             self._use(use)
-        if any(isinstance(node, ast.Import) and _binds_apex(node) for node in self._names.imports):
-            for name in self._names.rebound:
-                if name.id == "apex" and not self._kept:
-                    self.text.change(self.text.start(name), self.text.end(name), "halfstep")
         imports = self._names.imports
         plain = [
             alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names if not alias.asname
         ]
+        if any(name.partition(".")[0] == "apex" for name in plain):
+            for name in self._names.rebound:
+                if name.id == "apex" and not self._kept:
+                    self.text.change(self.text.start(name), self.text.end(name), "halfstep")
         missing = sorted(self._modules - {moved(name) for name in plain if is_apex(name)})
         bare = "apex" in plain
         for node in imports:
@@ -192,10 +192,6 @@ def _is_held(func: ast.expr, held: set[str]) -> bool:
     """True for ``self.amp.initialize``, if ``self.amp`` holds amp."""
     holder = getattr(getattr(func, "value", None), "attr", None)
     return holder in held and f"apex.amp.{getattr(func, 'attr', '')}" in _IN_FLOAT16
-
-
-def _binds_apex(node: ast.Import) -> bool:
-    return any(not alias.asname and alias.name.partition(".")[0] == "apex" for alias in node.names)
 
 
 def _unresolved(after: str, tree: ast.Module, before: Names) -> list[Problem]:

@@ -7,7 +7,6 @@ They start with the contents of halfstep's lists. Edits apply to every later ``i
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,7 +60,10 @@ def edited() -> OpLists | None:
     removed: set[str] = set()
     for module, at_first in _AT_FIRST.items():
         for key, before in at_first.items():
-            first, now = set(map(_name_of, before)), set(map(_name_of, getattr(_module(module), key)))
+            first, now = (
+                set(map(_name_of, before)),
+                set(map(_name_of, getattr(sys.modules[f"{__name__}.{module}"], key))),
+            )
             added[key] |= {op for name in now - first for op in _ops(_SPACES[module], name)}
             removed |= {op for name in first - now for op in _ops(_SPACES[module], name)}
     default = OpLists.default()
@@ -75,10 +77,6 @@ def edited() -> OpLists | None:
     white, black = added["FP16_FUNCS"], added["FP32_FUNCS"]
     free = removed.difference(*added.values())
     return OpLists.custom(white, black, free=free) if white or black or free else None
-
-
-def _module(name: str) -> ModuleType:
-    return sys.modules[f"{__name__}.{name}"]
 
 
 def _name_of(entry: Any) -> Any:
