@@ -231,8 +231,8 @@ def public_hook(hook: F) -> F:
     return hook
 
 
-def renew_flat_weights(module: torch.nn.RNNBase) -> None:
-    """Update a recurrent module's list of weights to its current weights."""
+def renew_flat_weights(module: torch.nn.RNNBase, args: object = None) -> None:
+    """Update a recurrent module's list of weights to its current weights. It is also a forward pre-hook."""
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 

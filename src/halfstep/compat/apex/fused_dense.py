@@ -56,11 +56,9 @@ class FusedDenseGeluDense(nn.Module):
         super().__init__()
         if not bias:
             raise ArgumentValueError("FusedDenseGeluDense has biases; bias=False is not supported.")
-        self.in_features, self.intermediate_features, self.out_features = (
-            in_features,
-            intermediate_features,
-            out_features,
-        )
+        self.in_features = in_features
+        self.intermediate_features = intermediate_features
+        self.out_features = out_features
         first, second = nn.Linear(in_features, intermediate_features), nn.Linear(intermediate_features, out_features)
         self.weight1, self.bias1, self.weight2, self.bias2 = first.weight, first.bias, second.weight, second.bias
 

@@ -45,26 +45,22 @@ def initialize(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - the docstring 
     given = inspect.signature(_initialize).bind(*args, **kwargs).arguments
     if given.get("policy") is not None:
         return _initialize(**given)
-    level = os.environ.get("HALFSTEP_OPT_LEVEL")
-    if level:
-        given["opt_level"] = level
-    level = given.get("opt_level", "O1")
+    level = given["opt_level"] = os.environ.get("HALFSTEP_OPT_LEVEL") or given.get("opt_level", "O1")
     if level not in _IN_BFLOAT16:
         given["dtype"] = _dtype(given.get("dtype"))
     if given.get("enabled", True):
         if scale:
             _scale_by(scale, given)
-        edited = lists.edited()
-        if edited is not None and given.get("op_lists") is None and level in ("O1", "O4"):
-            given["op_lists"] = edited
+        if given.get("op_lists") is None and level in ("O1", "O4"):
+            given["op_lists"] = lists.edited()
     return _initialize(**given)
 
 
 @functools.wraps(_init)
 def init(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - the docstring of amp applies
     kwargs["dtype"] = _dtype(kwargs.get("dtype"))
-    edited = lists.edited()
-    return _init(*args, **kwargs) if edited is None else _init(*args, **{"op_lists": edited, **kwargs})
+    kwargs.setdefault("op_lists", lists.edited())
+    return _init(*args, **kwargs)
 
 
 def _dtype(given: Any) -> Any:

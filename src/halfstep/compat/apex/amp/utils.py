@@ -89,14 +89,12 @@ def is_floating_point(x: torch.Tensor) -> bool:
 scalar_python_val = to_python_float
 
 
-def variable_is_tensor() -> bool:
-    """True."""
-    return True
-
-
 def tensor_is_variable() -> bool:
     """True."""
     return True
+
+
+variable_is_tensor = tensor_is_variable
 
 
 def tensor_is_float_tensor() -> bool:

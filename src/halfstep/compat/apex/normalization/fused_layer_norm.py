@@ -40,16 +40,15 @@ def _shape(normalized_shape: Shape) -> list[int]:
 def _layer_norm(
     x: torch.Tensor, shape: Shape, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, out: torch.dtype
 ) -> torch.Tensor:
-    if weight is None or weight.dtype is x.dtype is out:
-        return F.layer_norm(x, _shape(shape), weight, bias, eps).to(out)
-    fp32_bias = None if bias is None else bias.float()
-    return F.layer_norm(x.float(), _shape(shape), weight.float(), fp32_bias, eps).to(out)
+    if weight is not None and not weight.dtype is x.dtype is out:
+        x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+    return F.layer_norm(x, _shape(shape), weight, bias, eps).to(out)
 
 
 def _rms_norm(x: torch.Tensor, shape: Shape, weight: torch.Tensor | None, eps: float, out: torch.dtype) -> torch.Tensor:
-    if weight is None or weight.dtype is x.dtype is out:
-        return F.rms_norm(x, _shape(shape), weight, eps).to(out)
-    return F.rms_norm(x.float(), _shape(shape), weight.float(), eps).to(out)
+    if weight is not None and not weight.dtype is x.dtype is out:
+        x, weight = x.float(), weight.float()
+    return F.rms_norm(x, _shape(shape), weight, eps).to(out)
 
 
 class _Fused(nn.Module):

@@ -61,7 +61,7 @@ class Reparameterization:
         register_state_dict_hook(owner, _Renaming(own_name, originals, aliases))
         owner.register_load_state_dict_pre_hook(_Renaming(own_name, aliases, originals))
         if isinstance(owner, nn.RNNBase):
-            owner.register_forward_pre_hook(_fresh_flat_weights)
+            owner.register_forward_pre_hook(renew_flat_weights)
         return made
 
     @staticmethod
@@ -83,7 +83,7 @@ class Reparameterization:
                 if isinstance(renaming, _Renaming) and renaming.weight == self.name:
                     del table[key]
         if isinstance(module, nn.RNNBase):
-            _fresh_flat_weights(module, ())
+            renew_flat_weights(module)
 
 
 class _Computed(nn.Module):
@@ -120,11 +120,6 @@ class _Renaming:
         for old, new in self.names:
             if prefix + old in state_dict:
                 state_dict[prefix + new] = state_dict.pop(prefix + old)
-
-
-def _fresh_flat_weights(module: Any, args: Any) -> None:
-    """Refresh the list of weights that torch's recurrent modules keep."""
-    renew_flat_weights(module)
 
 
 def on_named(module: nn.Module, kind: type[Reparameterization] | None, name: str) -> list[tuple[nn.Module, str]]:
