@@ -175,8 +175,7 @@ class AmpHandle(CastingSwitch, NoOpHandle):
         self._scaler = self.new_scaler("the loss scaler")
         self._attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._alive = True
-        # A thread takes part in the casting of the process from its first call of a module.
-        self._hook = register_module_forward_pre_hook(lambda module, args: join_session())
+        self._hook = register_module_forward_pre_hook(_join_session_casting)
         begin_session(casting)
 
     def is_active(self) -> bool:
@@ -300,3 +299,8 @@ class OptimWrapper(ForwardingOptimizer):
         """Clear the gradients; the next loss uses the first scale."""
         self._next = 0
         super().zero_grad(set_to_none)
+
+
+def _join_session_casting(module: torch.nn.Module, args: Any) -> None:
+    """Let the thread that runs this module take part in the casting of the process: a forward pre-hook."""
+    join_session()
