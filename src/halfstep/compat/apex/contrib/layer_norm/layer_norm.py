@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from ...normalization import MixedFusedLayerNorm, mixed_dtype_fused_layer_norm_affine
+from ...normalization import mixed_dtype_fused_layer_norm_affine
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN"]
 
@@ -22,7 +23,7 @@ class FastLayerNormFN:
     apply = staticmethod(_fast_layer_norm)
 
 
-class FastLayerNorm(MixedFusedLayerNorm):
+class FastLayerNorm(nn.Module):
     """Layer normalization of the last dimension. Apex had it for certain widths only; here it takes any.
 
     Args:
@@ -32,5 +33,17 @@ class FastLayerNorm(MixedFusedLayerNorm):
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
-        super().__init__(hidden_size, eps, memory_efficient=memory_efficient)
+        super().__init__()
         self.epsilon = eps
+        self.memory_efficient = memory_efficient
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size))
+
+    def reset_parameters(self) -> None:
+        """Ones and zeros."""
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize a floating tensor of shape [..., hidden_size]; the output has the dtype of the weight."""
+        return _fast_layer_norm(x, self.weight, self.bias, self.epsilon)
