@@ -83,7 +83,8 @@ class RNNCell(nn.Module):
         self.gate_multiplier, self.input_size, self.hidden_size = gate_multiplier, input_size, hidden_size
         self.cell, self.n_hidden_states, self.bias = cell, n_hidden_states, bias
         self.output_size = hidden_size if output_size is None else output_size
-        if cell is gru_step and self.output_size != hidden_size:
+        projects = self.output_size != hidden_size
+        if cell is gru_step and projects:
             raise ArgumentValueError(
                 f"output_size={output_size} of a GRU must be its hidden_size, {hidden_size}: a GRU's state is mixed "
                 "with its gates, so it cannot be a projection. Leave it out, or add a linear layer behind."
@@ -92,9 +93,7 @@ class RNNCell(nn.Module):
         gates = gate_multiplier * hidden_size
         self.w_ih = nn.Parameter(torch.empty(gates, input_size))
         self.w_hh = nn.Parameter(torch.empty(gates, self.output_size))
-        self.w_ho = (
-            nn.Parameter(torch.empty(self.output_size, hidden_size)) if self.output_size != hidden_size else None
-        )
+        self.w_ho = nn.Parameter(torch.empty(self.output_size, hidden_size)) if projects else None
         self.b_ih = nn.Parameter(torch.empty(gates)) if bias else None
         self.b_hh = nn.Parameter(torch.empty(gates)) if bias else None
         self.reset_parameters()

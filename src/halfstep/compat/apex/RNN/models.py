@@ -37,9 +37,7 @@ class _Layers(nn.Module):
         for cell in self._cells():
             cell.init_hidden(bsz)
 
-    def init_inference(self, bsz: int) -> None:
-        """Call ``init_hidden``."""
-        self.init_hidden(bsz)
+    init_inference = init_hidden
 
     def reset_hidden(self, bsz: int) -> None:
         """Set the state of every layer to zeros."""
