@@ -21,7 +21,7 @@ from ...parameters.loss_scaler import DeviceLossScaler
 from ...stepping.attached import attached_to
 from .facts import Facts, Rules
 from .finding import Finding, Found, log
-from .forward import run
+from .forward import Forward, run
 from .rules_of_model import RULES as OF_MODEL
 from .rules_of_optimizer import RULES as OF_OPTIMIZER
 
@@ -84,7 +84,7 @@ def check(
     if batch is not None and not callable(batch):
         what = "a function that returns the loss, or the arguments of the model: a tuple, a mapping or one tensor"
         check_kind("batch", batch, (tuple, list, Mapping, torch.Tensor), what)
-    forward = None if batch is None else run(model, batch)
+    forward = Forward() if batch is None else run(model, batch)
     scalers = [] if scaler is None else [scaler]
     return findings_of(Facts(model, optimizers, scalers, policy=policy, accumulate=accumulate, forward=forward))
 

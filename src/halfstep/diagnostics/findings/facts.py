@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -51,7 +51,7 @@ class Facts:
         scaling_is_known: True if there are no other scalers.
         policy: the policy; None if not given.
         accumulate: the number of backward passes per step.
-        forward: the record of a forward pass; None if none was run.
+        forward: the record of a forward pass; empty if none was run.
     """
 
     model: nn.Module
@@ -60,7 +60,7 @@ class Facts:
     scaling_is_known: bool = True
     policy: Policy | None = None
     accumulate: int = 1
-    forward: Forward | None = None
+    forward: Forward = field(default_factory=Forward)
 
     def __post_init__(self) -> None:
         self.optimizers = list(map(unwrap, self.optimizers))
@@ -74,10 +74,9 @@ class Facts:
         self.lost = LostUpdates.of(self.groups, self.reading)
         self._stepped = self._ask_stepped()
         self._any_gradient = _ask_gradients(self.trained_params, self.reading)
-        seen = self.forward
-        self._forward_flags = [(name, self.reading.ask(flags)) for name, flags in (seen.flags if seen else ())]
-        self._norms = [(name, self.reading.ask(inf)) for name, inf in (seen.norms if seen else ())]
-        self._largest = [(name, self.reading.ask(size)) for name, size in (seen.largest if seen else ())]
+        self._forward_flags = [(name, self.reading.ask(flags)) for name, flags in self.forward.flags]
+        self._norms = [(name, self.reading.ask(inf)) for name, inf in self.forward.norms]
+        self._largest = [(name, self.reading.ask(size)) for name, size in self.forward.largest]
         self.reading.send()
 
     def _session_scalers(self) -> list[DeviceLossScaler]:
@@ -174,8 +173,7 @@ class Facts:
         casting = hooks_of(self.model).casting
         cast = {casting.dtype} if casting is not None and casting.enabled else set()
         given = {self.policy.compute_dtype, self.policy.param_dtype} if self.policy is not None else set()
-        seen = self.forward.dtypes if self.forward is not None else set()
-        return {dtype for dtype in (self.trained | cast | given | seen) if dtype in HALF_DTYPES}
+        return {dtype for dtype in (self.trained | cast | given | self.forward.dtypes) if dtype in HALF_DTYPES}
 
     # ---- names
 

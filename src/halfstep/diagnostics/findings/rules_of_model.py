@@ -68,7 +68,6 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Found]:
 
 
 def _sensitive_ops(facts: Facts) -> Iterator[Found]:
-    seen = facts.forward
     fix = "Compute them in fp32 (x.float()) and cast the result, as torch's own norms do."
     if zero := facts.zero_norms:
         text = "A norm returns zeros: its sum of squares is inf in 16 bits, so that the division gives 0."
@@ -76,7 +75,7 @@ def _sensitive_ops(facts: Facts) -> Iterator[Found]:
     if statistics := [name for name in facts.norms if name not in facts.zero_norms]:
         text = "A norm computes its statistics in 16 bits."
         yield Found("warning", listed(statistics), text, {"ops": statistics}, fix)
-    if routers := list(seen.routers) if seen is not None else []:
+    if routers := list(facts.forward.routers):
         text = "A router computes the scores of its experts in 16 bits, so close scores become equal."
         yield Found("note", listed(routers), text, {"routers": routers}, "Run it in fp32.")
 
@@ -88,7 +87,7 @@ def loss_in_16_bits(facts: Facts) -> Iterator[Found]:
     logits reach cross_entropy in 16 bits. Source: Modalities#464.
     """
     seen = facts.forward
-    if seen is None or not (seen.losses or seen.loss_dtype in HALF_DTYPES):
+    if not (seen.losses or seen.loss_dtype in HALF_DTYPES):
         return
     dtype = next(iter(seen.losses.values())) if seen.losses else seen.loss_dtype
     assert dtype is not None

@@ -15,7 +15,6 @@ from ...stepping.attached import attached_to
 from ...torch_internals.torch_compat import initial_scale
 from .facts import Facts, Rules, gradients_of
 from .finding import Found, share
-from .lost import LostUpdates
 from .updates import decays_apart, rounds_once
 
 __all__ = ["RULES", "ZERO_GRADIENTS_FIX", "lost"]
@@ -53,15 +52,13 @@ def lost_updates(facts: Facts) -> Iterator[Found]:
     the updates are lost, a warning from one in ten. Before the first step only Adam's update is known: it moves every
     weight by the learning rate. Source: NVIDIA-NeMo/Automodel#3875.
     """
-    yield from filter(None, (_lost_of(facts, entry) for entry in facts.lost))
-
-
-def _lost_of(facts: Facts, entry: LostUpdates) -> Found | None:
-    name, dtype = type(entry.optimizer).__name__, dtype_name(entry.dtype)
-    needed = f" (half of the weights need lr > {entry.lr_for_half:.1e})"
-    text = f": {dtype} weights, {name} keeps no masters, lr {entry.lr:g}{needed}"
-    known = {"lr": entry.lr, "lr_for_half": entry.lr_for_half, "dtype": dtype}
-    return lost(facts.where(entry.params), entry.fraction, text, **known)
+    for entry in facts.lost:
+        name, dtype = type(entry.optimizer).__name__, dtype_name(entry.dtype)
+        needed = f" (half of the weights need lr > {entry.lr_for_half:.1e})"
+        text = f": {dtype} weights, {name} keeps no masters, lr {entry.lr:g}{needed}"
+        known = {"lr": entry.lr, "lr_for_half": entry.lr_for_half, "dtype": dtype}
+        if found := lost(facts.where(entry.params), entry.fraction, text, **known):
+            yield found
 
 
 def stuck_second_moment(facts: Facts) -> Iterator[Found]:
@@ -169,13 +166,12 @@ def _is_enabled(scaler: Any) -> bool:
 
 def _scales(scaler: Any) -> bool:
     """True if the scaler can multiply a loss by a factor other than 1."""
-    if isinstance(scaler, DeviceLossScaler):
-        return not scaler.neutral
-    inner = getattr(scaler, "loss_scaler", None)  # set on halfstep's scalers
+    if not _is_enabled(scaler):
+        return False
+    inner = getattr(scaler, "loss_scaler", scaler)  # set on halfstep's GradScaler
     if isinstance(inner, DeviceLossScaler):
-        return bool(scaler.is_enabled()) and not inner.neutral
-    moves = scaler.is_enabled() and scaler.get_growth_factor() != 1.0
-    return bool(moves) or (scaler.is_enabled() and initial_scale(scaler) != 1.0)
+        return not inner.neutral
+    return bool(scaler.get_growth_factor() != 1.0 or initial_scale(scaler) != 1.0)
 
 
 def _kind(scaler: Any) -> str:

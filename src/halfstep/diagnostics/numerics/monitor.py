@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import NoneType
@@ -113,7 +113,7 @@ class Monitor:
         self._model = model
         self._every = every
         self._kinds = frozenset(tensors)
-        self._include, self._exclude = _patterns("include", include), _patterns("exclude", exclude)
+        self._include, self._exclude = _patterns("include", include, ("*",)), _patterns("exclude", exclude, ())
         self._bins = bins
         self._sample, self._scaler = sample, scaler
         self._root = model
@@ -195,7 +195,10 @@ class Monitor:
         ``numerics/blocks.3.mlp/output/headroom``. The dict is empty until the first step has arrived.
         """
         self._poll(wait=False)
-        return dict(_shown(self._steps[self._ready - 1].rows(bins=True))) if self._ready else {}
+        rows = self._steps[self._ready - 1].rows(bins=True) if self._ready else []
+        names = (f"numerics/{row.module}{f'[{row.call}]' if row.call else ''}/{row.tensor}" for row in rows)
+        named = zip(names, rows, strict=True)
+        return {f"{name}/{what}": getattr(row, what) for name, row in named for what in _SHOWN}
 
     def rows(self) -> list[Row]:
         """Return all rows so far, in the order of the steps, and within a step in order of execution.
@@ -306,17 +309,16 @@ class Monitor:
         if skips or any(capturing(p.device) for p in self._root.parameters()):
             return
         self._look_at_model()
-        outputs, output_grads = "output" in self._kinds, "output_grad" in self._kinds
-        tensors = len(self._modules) * (outputs + output_grads)
-        if self._optimizer is not None:
+        tensors = len(self._modules) * len(self._kinds & {"output", "output_grad"})
+        graded = self._optimizer is not None
+        if graded:
             tensors += len(self._names) * (("grad" in self._kinds) + 2 * ("update" in self._kinds))
         self._open = SampledStep(
             self._next,
             self._root,
             self._modules,
-            outputs=outputs,
-            output_grads=output_grads,
-            graded=self._optimizer is not None,
+            self._kinds,
+            graded=graded,
             count=max(_LEAST, self._sample // max(tensors, 1)),
             live_scale=self._live_scale,
         )
@@ -365,20 +367,14 @@ class Monitor:
         return [(self._names[id(p)], p) for p in params if id(p) in self._names]
 
     def _wanted(self, name: str) -> bool:
-        if any(fnmatchcase(name, pattern) for pattern in self._exclude or ()):
+        if any(fnmatchcase(name, pattern) for pattern in self._exclude):
             return False
-        return self._include is None or any(fnmatchcase(name, pattern) for pattern in self._include)
+        return any(fnmatchcase(name, pattern) for pattern in self._include)
 
 
-def _shown(rows: Sequence[Row]) -> Iterator[tuple[str, float]]:
-    for row in rows:
-        name = f"numerics/{row.module}{f'[{row.call}]' if row.call else ''}/{row.tensor}"
-        yield from ((f"{name}/{what}", getattr(row, what)) for what in _SHOWN)
-
-
-def _patterns(name: str, patterns: Patterns) -> tuple[str, ...] | None:
+def _patterns(name: str, patterns: Patterns, default: tuple[str, ...]) -> tuple[str, ...]:
     if isinstance(patterns, str) or patterns is None:
-        return None if patterns is None else (patterns,)
+        return default if patterns is None else (patterns,)
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ArgumentTypeError(f"{name}={patterns!r} must be a pattern such as 'blocks.*', or a list of patterns.")
     return tuple(patterns)

@@ -56,14 +56,13 @@ class Recorder:
         for module, name in names.items():
             for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                 if _has_numbers(tensor) and _place(tensor) not in self._made:
-                    self._write(LinkedRow(name, own, 0, False, tensor.dtype, tensor.shape, *self._look(tensor)), tensor)
+                    self._write(self._row(tensor, name, own), tensor)
 
     def begin_backward(self, root: torch.Tensor) -> None:
         """Record the gradient of the loss, which is the loss scale."""
         self._pauses = True
-        look = self._look(root)
+        row = self._row(root, OUTSIDE, "loss scale", backward=True, passes_on=True, scaled=True)
         self._pauses = False
-        row = LinkedRow(OUTSIDE, "loss scale", 0, True, root.dtype, root.shape, *look, passes_on=True, scaled=True)
         self._write(row, root)
 
     def notice(self, call: OpCall) -> None:
@@ -78,20 +77,10 @@ class Recorder:
         wide = not call.backward and _should_be_wide(name, call.function)
         inputs = tuple(dict.fromkeys(self._came_from(call.module, call.args, call.kwargs)))
         for index, tensor in enumerate(_floating(call.result if call.result is not None else call.args[:1])):
-            row = LinkedRow(
-                call.module,
-                name,
-                index,
-                call.backward,
-                tensor.dtype,
-                tensor.shape,
-                *self._look(tensor),
-                inputs,
-                passes_on=name in _PASS_ON or (call.backward and name in _SUMS),
-                wide=wide,
-                emulates=call.emulates,
-                scaled=any(self.rows[i].scaled for i in inputs),
-            )
+            row = self._row(tensor, call.module, name, index, call.backward, inputs=inputs, wide=wide)
+            row.passes_on = name in _PASS_ON or (call.backward and name in _SUMS)
+            row.emulates = call.emulates
+            row.scaled = any(self.rows[i].scaled for i in inputs)
             if name == "add" and row.passes_on:
                 terms = [term for term in call.args[:2] if term.shape == tensor.shape]
                 row.source = self._sample(terms[0]) + self._sample(terms[1]) if len(terms) == 2 else None
@@ -124,6 +113,12 @@ class Recorder:
         for (row, name), value in zip(places, read.get(), strict=True):
             setattr(row, name, float(value) if name == "amax" else value)
 
+    def _row(
+        self, tensor: torch.Tensor, module: str, op: str, index: int = 0, backward: bool = False, **known: Any
+    ) -> LinkedRow:
+        """Make the row of a tensor; ``known`` are more of its attributes."""
+        return LinkedRow(module, op, index, backward, tensor.dtype, tensor.shape, *self._look(tensor), **known)
+
     def _look(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute the sample, the largest magnitude and the sketch of a tensor."""
         values = tensor.detach()
@@ -153,8 +148,7 @@ class Recorder:
             if _place(tensor) not in self._made:
                 if not tensor.dim():  # a constant
                     continue
-                look, known = self._look(tensor), (tensor.dtype, tensor.shape)
-                self._write(LinkedRow(module, "input", 0, False, *known, *look, passes_on=True), tensor)
+                self._write(self._row(tensor, module, "input", passes_on=True), tensor)
             yield self._made[_place(tensor)]
 
 

@@ -121,14 +121,12 @@ def _findings(found: Sequence[Finding], rows: Sequence[Row], lost: Sequence[Upda
 
 def _exponents(kind: str, tensors: Sequence[Tensor]) -> Markup:
     shown = _foremost(tensors, lambda each: each.headroom if kind == "output" else -each.mean(_low))
-    ranges = [each.last.range for each in shown]
-    narrow = [each for each, row in zip(ranges, shown, strict=True) if row.last.dtype == "float16"]
-    low, high = _limits(
-        [each.exponents for each in shown], [at for each in narrow for at in (each.subnormal, each.overflow)]
-    )
+    narrow = [each.last.range for each in shown if each.last.dtype == "float16"]
+    ends = [at for within in narrow for at in (within.subnormal, within.overflow)]
+    low, high = _limits([each.exponents for each in shown], ends)
     rows = []
-    for each, within in zip(shown, ranges, strict=True):
-        total = sum(each.exponents.values())
+    for each in shown:
+        within, total = each.last.range, sum(each.exponents.values())
         share = each.mean(_low)
         rows.append(
             Strip(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,7 @@ class SampledStep:
         index: the index of the step.
         root: the module whose forward passes begin passes.
         modules: the modules to sample, with their names.
-        outputs: True to sample their outputs.
-        output_grads: True to sample the gradients of their outputs.
+        kinds: the kinds of tensors to sample, of which "output" and "output_grad" need hooks of the modules.
         graded: True to ignore forward passes without gradients.
         count: the number of elements to sample of each tensor.
         live_scale: a function that returns the current loss scale as a tensor; None if the scale is not known.
@@ -51,16 +50,15 @@ class SampledStep:
         index: int,
         root: nn.Module,
         modules: Mapping[nn.Module, str],
+        kinds: Collection[str],
         *,
-        outputs: bool,
-        output_grads: bool,
         graded: bool,
         count: int,
         live_scale: Callable[[], torch.Tensor | None],
     ) -> None:
         self._root = root
         self._modules = modules
-        self._outputs, self._output_grads, self._graded = outputs, output_grads, graded
+        self._outputs, self._output_grads, self._graded = "output" in kinds, "output_grad" in kinds, graded
         self._count = count
         self._survey = TensorSampler(count, index)
         self._live_scale = live_scale
@@ -72,7 +70,8 @@ class SampledStep:
         self._seen = Notes[tuple[int, bool]](stay=False)  # index of a tensor, and True if a module returned it
         self._closed = False
         self._hooks: list[RemovableHandle] = []  # of outputs
-        self._watch = CallWatch({**modules, root: ROOT} if outputs or output_grads else {}, modules=self).begin()
+        watched = {**modules, root: ROOT} if self._outputs or self._output_grads else {}
+        self._watch = CallWatch(watched, modules=self).begin()
 
     def close(self) -> None:
         """End the step and remove the hooks."""
