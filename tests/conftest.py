@@ -17,7 +17,6 @@ from halfstep import amp
 from halfstep.casting import config, emulation
 from tests.support.combinations import STRENGTHS, chosen
 from tests.support.defaults import DEFAULTS, OtherDefaults
-from tests.support.doors import HANDLES
 from tests.support.processes import four_ranks, ranks
 
 __all__ = ["four_ranks", "ranks"]
@@ -128,9 +127,8 @@ def fresh_process_state(other_defaults: None) -> Iterator[None]:
     yield
     logger.setLevel(level)  # verbose=True lets its lines be seen
     logger.handlers[:] = handlers
-    while HANDLES:
-        HANDLES.pop()._deactivate()
     amp.deactivate()
+    torch.nn.modules.module._global_forward_pre_hooks.clear()  # a handle of amp.init has one, and no public end
     assert torch._C._len_torch_function_stack() == modes, "a test left a function mode behind"
     assert not torch.is_autocast_enabled("cpu"), "a test left autocast on"
     emulation._kinds.cache_clear()  # a test may have pretended another machine

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from halfstep.apex.amp import frontend, lists, utils
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep import amp as ours
 from halfstep.apex import amp
 from halfstep.core.errors import ArgumentValueError, UsageError
 from halfstep.core.loss_scale import DynamicLossScale
@@ -25,16 +23,14 @@ X = torch.ones(2, 2)
 
 
 @pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The lists and the casting of the process are as before."""
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lists of the process are as before."""
     for name in ("functional_overrides", "tensor_overrides", "torch_overrides"):
         module = getattr(lists, name)
         for key, value in vars(module).items():
             if isinstance(value, list):
                 monkeypatch.setattr(module, key, list(value))
     monkeypatch.setattr(frontend, "_logged", set())
-    yield
-    ours.deactivate()
 
 
 def bring_up(**options: Any) -> tuple[Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import amp
-from halfstep.core.errors import ArgumentValueError, MissingModuleError
+from halfstep.core.errors import ArgumentValueError
 from tests.support.worlds import scaled_backward
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -215,22 +214,3 @@ def test_pyprof_says_once_that_it_marks_nothing(caplog: pytest.LogCaptureFixture
         pyprof.init()
         pyprof.nvtx.wrap(nn.Linear, "forward")
     assert [re.search("emit_nvtx", record.message) is not None for record in caplog.records] == [True]
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("apex.transformer", "Megatron-LM"),
-        ("apex.transformer.parallel_state", "Megatron-LM"),
-        ("apex.contrib.fmha", "scaled_dot_product_attention"),
-        ("apex.contrib.groupbn.batch_norm", "SyncBatchNorm"),
-        ("apex.contrib.multihead_attn", "MultiheadAttention"),
-        ("apex.contrib.sparsity", "to_sparse_semi_structured"),
-    ],
-)
-def test_what_is_not_here_says_what_to_use(name: str, said: str) -> None:
-    with pytest.raises(MissingModuleError, match=said):
-        importlib.import_module(f"halfstep.{name}")
-    parent, _, last = name.rpartition(".")
-    with pytest.raises(ImportError, match=said):
-        exec(f"from halfstep.{parent} import {last}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,23 +19,6 @@ from halfstep import amp
 from tests.support.apex_recording import batch, grid
 
 HALF = torch.float16 if torch.cuda.is_available() else torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def put_back() -> Iterator[None]:
-    """A handle has no public end, so the tests open theirs through ``amp.init`` and this closes them."""
-    opened = []
-    own = amp.init
-
-    def init(*args: Any, **kwargs: Any) -> Any:
-        opened.append(own(*args, **kwargs))
-        return opened[-1]
-
-    amp.init = init
-    yield
-    amp.init = own
-    for handle in opened:
-        handle._deactivate()
 
 
 def network() -> nn.Sequential:

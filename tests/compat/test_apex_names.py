@@ -75,19 +75,35 @@ def found(path: str) -> Any:
     return value
 
 
-@pytest.mark.parametrize("path", ["transformer", "contrib.groupbn", "pyprof.parse"])
-def test_a_module_that_is_not_here_as_an_attribute(path: str) -> None:
+ABSENT = {
+    "transformer": "Megatron-LM",
+    "contrib.fmha": "scaled_dot_product_attention",
+    "contrib.groupbn": "SyncBatchNorm",
+    "contrib.multihead_attn": "MultiheadAttention",
+    "contrib.sparsity": "to_sparse_semi_structured",
+    "pyprof.parse": "torch.profiler",
+}
+
+
+@pytest.mark.parametrize("path", ABSENT)
+def test_a_module_that_is_not_here_says_what_to_use(path: str) -> None:
     import apex
 
     parent = apex
+    said = f"^halfstep does not have apex.{path}. Use .*{ABSENT[path]}"
     *above, name = path.split(".")
     for part in above:
         parent = getattr(parent, part)
-    with pytest.raises(AttributeError, match=f"^halfstep does not have apex.{path}. Use"):
+    with pytest.raises(AttributeError, match=said):
         getattr(parent, name)
     assert not hasattr(parent, name)
-    for line in (f"import apex.{path}", f"from {'.'.join(['apex', *above])} import {name}"):
-        with pytest.raises(ModuleNotFoundError, match=f"^halfstep does not have apex.{path}. Use"):
+    lines = (
+        f"import apex.{path}",
+        f"import halfstep.apex.{path}.part",
+        f"from {'.'.join(['apex', *above])} import {name}",
+    )
+    for line in lines:
+        with pytest.raises(ModuleNotFoundError, match=said):
             exec(line)
 
 

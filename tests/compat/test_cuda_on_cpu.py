@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +102,8 @@ def test_random_numbers(on_cpu: None) -> None:
     torch.cuda.set_rng_state_all([state])
     assert torch.equal(torch.rand(2), first)
     assert torch.equal(torch.cuda.get_rng_state_all()[0], torch.get_rng_state())
+    torch.cuda.manual_seed(3)
+    assert torch.cuda.initial_seed() == torch.initial_seed() == 3
     one, two = (torch.Generator(device="cuda").manual_seed(3) for _ in range(2))
     assert isinstance(one, torch.Generator)
     assert torch.equal(torch.rand(2, generator=one, device="cuda"), torch.rand(2, generator=two))
@@ -113,6 +116,14 @@ def test_types(on_cpu: None) -> None:
     assert x.type(torch.cuda.DoubleTensor).dtype is torch.float64
     assert nn.Linear(1, 1).type("torch.cuda.HalfTensor").weight.dtype is torch.float16
     assert isinstance(x, torch.cuda.FloatTensor)
+
+
+def test_checkpoints(on_cpu: None, tmp_path: Path) -> None:
+    torch.cuda.set_device(0)
+    torch.save(torch.cuda.FloatTensor(2).fill_(1.0), tmp_path / "ones.pt")
+    places: list[Any] = ["cuda", torch.device("cuda", 0), lambda storage, location: storage.cuda(0)]
+    for place in places:
+        assert torch.load(tmp_path / "ones.pt", map_location=place).tolist() == [1.0, 1.0]
 
 
 def test_tensors_say_that_they_are_on_the_device(on_cpu: None) -> None:
@@ -223,7 +234,13 @@ def test_groups_of_nccl_and_torchs_sync_batchnorm(ranks: Ranks) -> None:
     ranks.run(share_statistics)
 
 
-def test_everything_is_given_back() -> None:
+def test_the_default_group_of_nccl_is_one_of_gloo(on_cpu: None) -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_backend() == "gloo"
+    dist.destroy_process_group()
+
+
+def test_everything_is_given_back(caplog: pytest.LogCaptureFixture) -> None:
     cuda = torch.cuda, torch.cuda.nvtx, torch.cuda.profiler, torch.cuda.nccl
     owners = torch, *cuda, torch.version, torch.Tensor, nn.Module, nn.DataParallel
     before = [dict(vars(owner)) for owner in owners]
@@ -232,3 +249,4 @@ def test_everything_is_given_back() -> None:
     after = [dict(vars(owner)) for owner in owners]
     for one, two in zip(before, after, strict=True):
         assert {key: value for key, value in two.items() if one.get(key) is not value} == {}
+    assert caplog.text.count("asks for CUDA runs on the CPU") == 1

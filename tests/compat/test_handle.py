@@ -6,7 +6,6 @@ import copy
 import itertools
 import logging
 import pickle
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,20 +20,6 @@ from tests.support.fp16_training import values
 from tests.support.worlds import in_a_thread, scaled_backward, scaled_step, with_optimizer
 
 HALF = torch.float16 if torch.cuda.is_available() else torch.bfloat16
-
-
-@pytest.fixture
-def init() -> Iterator[Callable[..., Any]]:
-    """``amp.init`` whose handles are deactivated after the test, the first one first."""
-    opened: list[Any] = []
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        opened.append(amp.init(*args, **kwargs))
-        return opened[-1]
-
-    yield make
-    for handle in opened:
-        handle._deactivate()
 
 
 def linear() -> nn.Linear:
@@ -55,9 +40,9 @@ def computes_in(dtype: torch.dtype = torch.float32) -> torch.dtype:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, "fp16"])
-def test_init_casts_ops_and_leaves_weights(init: Callable[..., Any], dtype: Any) -> None:
+def test_init_casts_ops_and_leaves_weights(dtype: Any) -> None:
     model = linear()
-    handle = init(dtype=dtype)
+    handle = amp.init(dtype=dtype)
     assert handle.is_active()
     out = model(torch.ones(1, 3))
     assert out.dtype == {None: HALF, "fp16": torch.float16}.get(dtype, dtype)
@@ -65,15 +50,15 @@ def test_init_casts_ops_and_leaves_weights(init: Callable[..., Any], dtype: Any)
     assert model.weight.dtype == torch.float32
 
 
-def test_disable_casts(init: Callable[..., Any]) -> None:
-    handle = init()
+def test_disable_casts() -> None:
+    handle = amp.init()
     with handle._disable_casts():
         assert not handle.is_active()
     assert handle.is_active()
 
 
-def test_properties(init: Callable[..., Any]) -> None:
-    plain, other = init(), init(enable_caching=False, verbose=True)
+def test_properties() -> None:
+    plain, other = amp.init(), amp.init(enable_caching=False, verbose=True)
     assert (plain.has_cache, plain.verbose) == (True, False)
     assert (other.has_cache, other.verbose) == (False, True)
     plain._clear_cache()
@@ -82,18 +67,18 @@ def test_properties(init: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("level", [logging.NOTSET, logging.WARNING])
 def test_verbose_shows_casts_unless_the_program_chose_another_level(
-    init: Callable[..., Any], level: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    level: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging.root, "handlers", [])
     logging.getLogger("halfstep").setLevel(level)
-    init(enable=True, verbose=True, dtype=torch.float16)
+    amp.init(enable=True, verbose=True, dtype=torch.float16)
     F.linear(torch.ones(1, 3), torch.ones(2, 3))
     lines = capsys.readouterr().err.splitlines()
     assert lines == ([] if level else ["Float->Half (linear)"] * 2)
 
 
-def test_weights_written_between_forwards_are_seen(init: Callable[..., Any]) -> None:
-    handle = init()
+def test_weights_written_between_forwards_are_seen() -> None:
+    handle = amp.init()
     model, optimizer = with_optimizer(linear(), torch.optim.SGD, lr=1.0)
     for _ in range(2):
         scaled_step(loss_on(model), optimizer, by=handle)
@@ -102,8 +87,8 @@ def test_weights_written_between_forwards_are_seen(init: Callable[..., Any]) -> 
         handle._clear_cache()
 
 
-def test_other_threads_take_part(init: Callable[..., Any]) -> None:
-    handle, found = init(), []
+def test_other_threads_take_part() -> None:
+    handle, found = amp.init(), []
     in_a_thread(lambda: found.append(computes_in()))
     handle._deactivate()
     in_a_thread(lambda: found.append(computes_in()))
@@ -174,9 +159,9 @@ def test_a_handle_that_was_overruled_does_not_come_back() -> None:
     assert computes_in() == torch.float32
 
 
-def test_a_scheduler_that_wrapped_step_keeps_working(init: Callable[..., Any]) -> None:
+def test_a_scheduler_that_wrapped_step_keeps_working() -> None:
     model, optimizer = with_optimizer(linear(), torch.optim.SGD, lr=0.1)
-    handle = init()
+    handle = amp.init()
     scaled_backward(loss_on(model), optimizer, by=handle)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     handle._deactivate()
@@ -187,8 +172,8 @@ def test_a_scheduler_that_wrapped_step_keeps_working(init: Callable[..., Any]) -
     assert not torch.equal(before, values(model.parameters()))
 
 
-def test_after_deactivation_nothing_is_scaled(init: Callable[..., Any]) -> None:
-    handle = init()
+def test_after_deactivation_nothing_is_scaled() -> None:
+    handle = amp.init()
     optimizer = torch.optim.SGD(linear().parameters(), lr=0.1)
     wrapper = handle.wrap_optimizer(optimizer)
     handle._deactivate()
@@ -201,8 +186,8 @@ def test_after_deactivation_nothing_is_scaled(init: Callable[..., Any]) -> None:
 # ---- scaling
 
 
-def test_several_optimizers_and_a_wrapper_in_scale_loss(init: Callable[..., Any]) -> None:
-    handle = init(loss_scale=8.0)
+def test_several_optimizers_and_a_wrapper_in_scale_loss() -> None:
+    handle = amp.init(loss_scale=8.0)
     one, two = linear(), linear()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two)]
     scaled_backward(loss_on(one) + loss_on(two), optimizers, by=handle)
@@ -216,8 +201,8 @@ def test_several_optimizers_and_a_wrapper_in_scale_loss(init: Callable[..., Any]
 # ---- the wrapper
 
 
-def test_each_loss_has_a_scale_of_its_own(init: Callable[..., Any]) -> None:
-    handle = init()
+def test_each_loss_has_a_scale_of_its_own() -> None:
+    handle = amp.init()
     model = linear()
     optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), num_loss=2)
     seen: list[list[float]] = [[], []]
@@ -237,9 +222,9 @@ def test_each_loss_has_a_scale_of_its_own(init: Callable[..., Any]) -> None:
     assert seen[1] == pytest.approx([2.0**16, 2.0**16, 0.0, 2.0**15])
 
 
-def test_one_loss_too_many(init: Callable[..., Any]) -> None:
+def test_one_loss_too_many() -> None:
     model = linear()
-    optimizer = init().wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), num_loss=2)
+    optimizer = amp.init().wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), num_loss=2)
 
     def loss_block() -> None:
         with optimizer.scale_loss(loss_on(model)) as scaled_loss:
@@ -254,10 +239,10 @@ def test_one_loss_too_many(init: Callable[..., Any]) -> None:
     loss_block()
 
 
-def test_everything_else_is_the_optimizers(init: Callable[..., Any]) -> None:
+def test_everything_else_is_the_optimizers() -> None:
     model, inner = with_optimizer(linear(), torch.optim.Adam, lr=0.1)
     inner.note = "mine"
-    optimizer = init().wrap_optimizer(inner, num_loss=1)
+    optimizer = amp.init().wrap_optimizer(inner, num_loss=1)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups is inner.param_groups
     assert optimizer.state is inner.state
@@ -311,8 +296,8 @@ def test_disabled_does_nothing() -> None:
     assert everything(inner) == before
 
 
-def test_compiled_model_under_init(init: Callable[..., Any]) -> None:
-    init(dtype=torch.bfloat16)
+def test_compiled_model_under_init() -> None:
+    amp.init(dtype=torch.bfloat16)
     model = linear()
     fast = torch.compile(model, backend="aot_eager")
     x = torch.ones(2, 3)
@@ -323,8 +308,8 @@ def test_compiled_model_under_init(init: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("allow", [False, True])
-def test_banned(allow: bool, init: Callable[..., Any]) -> None:
-    init(allow_banned=allow, dtype=torch.bfloat16)
+def test_banned(allow: bool) -> None:
+    amp.init(allow_banned=allow, dtype=torch.bfloat16)
     guess, target = torch.full((2,), 0.5, dtype=torch.bfloat16), torch.ones(2)
     if allow:
         assert nn.functional.binary_cross_entropy(guess, target).dtype == torch.float32

@@ -177,31 +177,26 @@ def test_capturable_adam_leaves_unscaled_gradients_and_follows_its_masters() -> 
 
 
 @pytest.mark.parametrize(
-    ("pattern", "scales"),
-    [("FF", [8, 16]), ("II", [8, 4]), ("IFII", [8, 8, 8, 4]), ("III", [8, 4, 2]), ("FIFF", [8, 8, 8, 16])],
-)
-def test_hysteresis(pattern: str, scales: list[float]) -> None:
-    scale, growth, left = torch.tensor([8.0]), torch.tensor([0]), torch.tensor([2])
-    found = []
-    for letter in pattern:
-        overflow = torch.tensor([float(letter == "I")])
-        multi_tensor.update_scale_hysteresis(scale, growth, left, overflow, 2.0, 0.5, 2, 2)
-        found.append(scale.item())
-    assert found == scales
-
-
-@pytest.mark.parametrize(
-    ("pattern", "scales", "counts"),
-    [("FFF", [8, 8, 8], [1, 0, 1]), ("FII", [8, 8, 4], [1, 0, 0]), ("IIFF", [8, 4, 4, 4], [0, 0, 1, 0])],
+    ("factor", "pattern", "scales", "counts"),
+    [
+        (2.0, "FF", [8, 16], [1, 0]),
+        (2.0, "IFII", [8, 8, 8, 4], [0, 1, 0, 0]),
+        (2.0, "III", [8, 4, 2], [0, 0, 0]),
+        (2.0, "FIFF", [8, 8, 8, 16], [1, 0, 1, 0]),
+        # As upstream's tests have it: the scale only backs off, and good steps are counted.
+        (1.0, "FFF", [8, 8, 8], [1, 0, 1]),
+        (1.0, "IIFF", [8, 4, 4, 4], [0, 0, 1, 0]),
+    ],
 )
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_hysteresis_without_growth(pattern: str, scales: list[float], counts: list[int], shape: tuple[int]) -> None:
-    """A growth factor of 1.0, as upstream's tests have it: the scale only backs off, and good steps are counted."""
+def test_hysteresis(
+    factor: float, pattern: str, scales: list[float], counts: list[int], shape: tuple[int, ...]
+) -> None:
     scale, growth, left = torch.full(shape, 8.0), torch.zeros(shape, dtype=torch.int32), torch.full(shape, 2)
     found = []
     for letter in pattern:
         overflow = torch.full(shape, float(letter == "I"))
-        multi_tensor.update_scale_hysteresis(scale, growth, left, overflow, 1.0, 0.5, 2, 2)
+        multi_tensor.update_scale_hysteresis(scale, growth, left, overflow, factor, 0.5, 2, 2)
         found.append((scale.item(), growth.item()))
     assert found == list(zip(scales, counts, strict=True))
 

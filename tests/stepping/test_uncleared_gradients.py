@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep import amp, optimizers
 from halfstep.core.errors import LossScaleCollapsed
 from tests.stepping.test_overflow import BAD, Reads
-from tests.support.doors import HANDLES, open_door
+from tests.support.doors import open_door
 from tests.support.worlds import FP16, scaled_backward, scaled_step, start_amp, step_and_clear, with_optimizer
 
 OVERFLOWS = 3
@@ -268,7 +268,6 @@ def test_an_overflow_in_a_shared_parameter_counts_for_both(level: str, order: st
     ]
     if level == "handle":
         handle = amp.init(dtype=torch.float16, loss_scale="dynamic")
-        HANDLES.append(handle)
     else:
         model, made = amp.initialize(
             model, made, opt_level=level, dtype=torch.float16, num_losses=2, loss_scale="dynamic", verbosity=0

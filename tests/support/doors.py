@@ -17,11 +17,9 @@ from halfstep import DynamicLossScale, TrainStep, amp
 from halfstep.fp16_utils import FP16_Optimizer
 from tests.support.worlds import FP16, FP32
 
-__all__ = ["DYNAMIC", "HANDLES", "Door", "open_door"]
+__all__ = ["DYNAMIC", "Door", "open_door"]
 
 DYNAMIC = DynamicLossScale(init_scale=256.0)
-HANDLES: list[Any] = []
-"""The handles that are open; ``conftest`` deactivates them after each test."""
 
 
 def nothing() -> None:
@@ -100,7 +98,6 @@ class Door:
 class Handle(Door):
     def start(self, half: torch.dtype, rule: Any) -> None:
         self.handle = amp.init(dtype=half, loss_scale=rule)
-        HANDLES.append(self.handle)
         self.engine = self.handle._scaler
         if self.name == "wrap_optimizer":
             self.optimizer = self.handle.wrap_optimizer(self.optimizer, num_loss=2)
