@@ -12,6 +12,7 @@ import torch.distributed as dist
 from halfstep import amp
 from tests.distributed.test_sharded_levels import assert_near, cut, loss_of, net, whole
 from tests.support.processes import Ranks
+from tests.support.shards import load, save, state_dicts
 from tests.support.worlds import BF16, advance, start_amp
 
 
@@ -34,31 +35,14 @@ def state_of(model: Any, optimizer: Any) -> list[torch.Tensor]:
     return [*map(whole, amp.master_params(optimizer)), *(whole(state[name]) for state in states for name in names)]
 
 
-def state_dicts(model: Any, optimizer: Any) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-
-def load(model: Any, optimizer: Any, folder: str) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
-    state = state_dicts(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-
 def crossed(
     rank: int, folder: str, saved: tuple[str, str], loaded: tuple[str, str]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """What was saved, what another model has when it is loaded, and after one more step of each, that of the other."""
-    import torch.distributed.checkpoint as dcp
-
     model, optimizer = prepared(*saved)
     for i in range(2):
         step(model, optimizer, i)
-    dcp.save(state_dicts(model, optimizer), checkpoint_id=folder)
+    save(model, optimizer, folder)
     expected = state_of(model, optimizer)
     amp.deactivate()
     model, optimizer = prepared(*loaded)

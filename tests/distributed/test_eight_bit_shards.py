@@ -7,22 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from halfstep import optimizers
 from tests.distributed.test_fsdp import whole
+from tests.support import shards
 from tests.support.processes import Ranks
 from tests.support.worlds import unscaled_step
 
 
 def make(state_dtype: Any = "8bit") -> tuple[Any, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(64, 65), nn.Tanh(), nn.Linear(65, 64)).bfloat16()  # shards of unequal size
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(model, mesh=shards.mesh())
     return model, optimizers.FusedAdam(model.parameters(), lr=0.01, master_weights="split", state_dtype=state_dtype)
 
 
@@ -40,9 +39,6 @@ def found_in(model: Any, optimizer: Any) -> list[Any]:
 
 
 def save(rank: int, folder: str) -> list[Any]:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
     model, optimizer = make()
     some_steps(model, optimizer, 0, 3)
     for p in model.parameters():
@@ -51,23 +47,17 @@ def save(rank: int, folder: str) -> list[Any]:
         if p.dim() == 2:
             assert state["exp_avg_absmax"].numel() == -(-p.to_local().numel() // 256)
     before = found_in(model, optimizer)
-    state, optimizer_state = get_state_dict(model, optimizer)
-    assert not [key for kept in optimizer_state["state"].values() for key in kept if "codes" in key or "absmax" in key]
-    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    state = shards.state_dicts(model, optimizer)["optimizer"]["state"]
+    assert not [key for kept in state.values() for key in kept if "codes" in key or "absmax" in key]
+    shards.save(model, optimizer, folder)
     assert all(map(torch.equal, before, found_in(model, optimizer)))
     some_steps(model, optimizer, 3, 5)
     return found_in(model, optimizer)
 
 
 def resume(rank: int, folder: str, state_dtype: Any) -> list[Any]:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     model, optimizer = make(state_dtype)
-    state, optimizer_state = get_state_dict(model, optimizer)
-    saved = {"model": state, "optimizer": optimizer_state}
-    dcp.load(saved, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+    shards.load(model, optimizer, folder)
     some_steps(model, optimizer, 3, 5)
     return found_in(model, optimizer)
 

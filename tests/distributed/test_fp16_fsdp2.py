@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "examples/fp16_fsdp2/train.py"
 
 
 def run(rank: int, folder: str, arguments: list[str]) -> dict[str, Any]:
-    spec = importlib.util.spec_from_file_location("fp16_fsdp2", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    history: dict[str, Any] = module.main(["--folder", folder, *arguments])
+    history: dict[str, Any] = runpy.run_path(str(SCRIPT))["main"](["--folder", folder, *arguments])
     return history
 
 

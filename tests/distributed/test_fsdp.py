@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.kernels import multi_tensor
+from tests.support import shards
 from tests.support.processes import Ranks
 from tests.support.worlds import BF16, scaled_backward, step_and_clear, with_optimizer
 
@@ -30,14 +30,12 @@ def net() -> nn.Sequential:
 
 
 def sharded(half: bool = False, compute: torch.dtype | None = None) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model: Any = net().bfloat16() if half else net()
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=shards.mesh(), mp_policy=policy)
     return model
 
 
@@ -69,11 +67,9 @@ def whole(tensors: Any) -> list[torch.Tensor]:
 
 
 def grouped_summands(rank: int) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    summand = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    summand = DTensor.from_local(torch.ones(2), shards.mesh(), [Partial()])
     try:
         multi_tensor.scale_([summand], torch.tensor(2.0))
     except UsageError as error:
@@ -319,26 +315,16 @@ def some_steps(model: Any, optimizer: Any, first: int, last: int) -> None:
 
 
 def save(rank: int, folder: str, masters: Any) -> list[torch.Tensor]:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
     model, optimizer = make(masters)
     some_steps(model, optimizer, 0, 3)
-    state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    shards.save(model, optimizer, folder)
     some_steps(model, optimizer, 3, 5)
     return whole(model.parameters())
 
 
 def resume(rank: int, folder: str, masters: Any) -> list[torch.Tensor]:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     model, optimizer = make(masters)
-    state, optimizer_state = get_state_dict(model, optimizer)
-    saved = {"model": state, "optimizer": optimizer_state}
-    dcp.load(saved, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+    shards.load(model, optimizer, folder)
     some_steps(model, optimizer, 3, 5)
     return whole(model.parameters())
 
@@ -359,16 +345,14 @@ def test_saved_on_two_ranks_and_loaded_on_one_and_four(
 
 def killed_while_saving(rank: int, folder: str, killed: int) -> None:
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model, optimizer = make("split")
     for step in range(2):
         some_steps(model, optimizer, step, step + 1)
-        state, optimizer_state = get_state_dict(model, optimizer)
         writer: Any = dcp.FileSystemWriter(f"{folder}/{step}")
         if step == 1 and rank == killed:
             writer.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        dcp.save({"model": state, "optimizer": optimizer_state}, storage_writer=writer)
+        dcp.save(shards.state_dicts(model, optimizer), storage_writer=writer)
 
 
 @pytest.mark.exhaustive

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from halfstep import amp, optimizers
@@ -15,24 +14,19 @@ from halfstep.kernels.multi_tensor import TensorGroups
 from halfstep.kernels.tensor_table import TensorTable
 from tests.distributed.test_fsdp import OPTIMIZERS
 from tests.support.processes import Ranks
+from tests.support.shards import mesh
 from tests.support.worlds import step_and_clear
 
 KINDS = ("plain", "replicated", "sharded")
 ORDERS = [("plain", "replicated", "sharded"), ("sharded", "replicated", "plain"), ("replicated", "plain", "replicated")]
 
 
-def mesh() -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-def placed(tensor: torch.Tensor, kind: str, where: Any) -> torch.Tensor:
+def placed(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     if kind == "plain":
         return tensor.clone()
-    return distribute_tensor(tensor, where, [Replicate() if kind == "replicated" else Shard(0)])
+    return distribute_tensor(tensor, mesh(), [Replicate() if kind == "replicated" else Shard(0)])
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,13 +39,12 @@ def values(index: int, step: int = 99) -> torch.Tensor:
 
 
 def train(rank: int, name: str, kinds: tuple[str, ...]) -> list[torch.Tensor]:
-    where = mesh()
-    params = [nn.Parameter(placed(values(i), kind, where)) for i, kind in enumerate(kinds)]
+    params = [nn.Parameter(placed(values(i), kind)) for i, kind in enumerate(kinds)]
     optimizer = OPTIMIZERS[name](params)
     for step in range(4):
         for i, (param, kind) in enumerate(zip(params, kinds, strict=True)):
             if (i, step) != (1, 2):  # another set of rows for one step
-                param.grad = placed(values(i, step), kind, where)
+                param.grad = placed(values(i, step), kind)
         step_and_clear(optimizer)
     return [whole(p) for p in params]
 
@@ -59,31 +52,19 @@ def train(rank: int, name: str, kinds: tuple[str, ...]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kinds", ORDERS)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_each_parameter_steps_as_if_all_were_plain(ranks: Ranks, name: str, kinds: tuple[str, ...]) -> None:
-    plain: list[torch.Tensor] = train_alone(name, len(kinds))
+    plain = train(0, name, ("plain",) * len(kinds))
     for found in ranks.run(train, name, kinds):
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
 
 
-def train_alone(name: str, count: int) -> list[torch.Tensor]:
-    params = [nn.Parameter(values(i)) for i in range(count)]
-    optimizer = OPTIMIZERS[name](params)
-    for step in range(4):
-        for i, param in enumerate(params):
-            if (i, step) != (1, 2):
-                param.grad = values(i, step)
-        step_and_clear(optimizer)
-    return [p.detach().clone() for p in params]
-
-
 def unscale_and_clip(rank: int, kinds: tuple[str, ...]) -> list[torch.Tensor]:
-    where = mesh()
-    params = [nn.Parameter(placed(values(i), kind, where)) for i, kind in enumerate(kinds)]
+    params = [nn.Parameter(placed(values(i), kind)) for i, kind in enumerate(kinds)]
     optimizer = torch.optim.SGD(params, lr=1.0)
     scaler = amp.GradScaler(init_scale=8.0)
     norms = []
     for step in range(3):
         for i, (param, kind) in enumerate(zip(params, kinds, strict=True)):
-            param.grad = placed(8.0 * values(i, step), kind, where)
+            param.grad = placed(8.0 * values(i, step), kind)
         scaler.scale(torch.ones(()))
         norms.append(whole(scaler.clip_grad_norm_(optimizer, 1.0)))
         scaler.step(optimizer)
@@ -100,8 +81,7 @@ def test_clipping_takes_the_norm_of_all_of_them(ranks: Ranks, kinds: tuple[str, 
 
 def renewed(rank: int) -> list[bool]:
     """A table made for each kind of gradient, renewed with each."""
-    where = mesh()
-    tensors = {kind: [placed(values(0), kind, where)] for kind in KINDS}
+    tensors = {kind: [placed(values(0), kind)] for kind in KINDS}
     return [
         TensorTable.of(grad=tensors[first], param=tensors[first]).renew(tensors[then])
         for first in KINDS
@@ -136,9 +116,8 @@ def test_a_gradient_that_is_cut_otherwise_than_its_parameter_is_refused(ranks: R
 
 def grouped(rank: int) -> list[list[int]]:
     """Groups of plain tensors, used for a list of which some are replicated."""
-    where = mesh()
     groups = TensorGroups([values(i) for i in range(3)])
-    columns = groups.split([placed(values(i), kind, where) for i, kind in enumerate(("plain", "replicated", "plain"))])
+    columns = groups.split([placed(values(i), kind) for i, kind in enumerate(("plain", "replicated", "plain"))])
     return [[type(t) is torch.Tensor for t in column] for group in columns for column in group]
 
 

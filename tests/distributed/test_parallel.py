@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from halfstep import amp
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
+from halfstep.core.errors import ArgumentValueError
 from halfstep.parallel import (
     DistributedDataParallel,
     Reducer,
@@ -192,40 +191,6 @@ def test_alone_and_in_evaluation_it_is_a_batchnorm() -> None:
     assert torch.equal(fused(x, z), torch.relu(SyncBatchNorm(3).eval()(x) + z))
     with pytest.raises(ArgumentValueError, match="more than one value"):
         SyncBatchNorm(3)(torch.ones(1, 3))
-
-
-def test_convert() -> None:
-    model = nn.Sequential(
-        nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm2d(4).eval(), nn.InstanceNorm2d(4))
-    )
-    kept = dict(model.named_parameters())
-    converted: Any = convert_syncbn_model(model)
-    assert [type(m).__name__ for m in converted.modules()][2:] == [
-        "SyncBatchNorm",
-        "Sequential",
-        "SyncBatchNorm",
-        "InstanceNorm2d",
-    ]
-    assert all(p is kept[name] for name, p in converted.named_parameters())
-    assert (converted[1].training, converted[2][0].training) == (True, False)
-    assert isinstance(convert_syncbn_model(nn.BatchNorm3d(2)), SyncBatchNorm)
-
-
-def grouped(rank: int) -> list[str]:
-    told = []
-    for wrong in (3, -1, "2"):
-        try:
-            create_syncbn_process_group(wrong)  # type: ignore[arg-type]
-        except (ArgumentValueError, ArgumentTypeError) as error:
-            told.append(str(error))
-    group = create_syncbn_process_group(2)
-    return [*told, str(dist.get_world_size(group))]
-
-
-def test_groups(ranks: Ranks) -> None:
-    (first, _) = ranks.run(grouped)
-    assert [len(first), first[-1]] == [4, "2"]
-    assert "must divide the world size, 2" in first[0]
 
 
 # ---- multiproc

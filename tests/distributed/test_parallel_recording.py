@@ -129,8 +129,10 @@ def test_reducer_and_groups_on_one_process(group: None) -> None:
     assert facts["create_syncbn_process_group(1) is a group"]["not_none"]
     assert parallel.create_syncbn_process_group(1) is not None
     assert parallel.create_syncbn_process_group(0) is None
-    with pytest.raises(HalfstepError, match="group_size=2"):
-        parallel.create_syncbn_process_group(2)
+    wrongs: list[Any] = [2, -1, "2"]
+    for wrong in wrongs:
+        with pytest.raises(HalfstepError, match=f"group_size={wrong!r}"):
+            parallel.create_syncbn_process_group(wrong)
 
 
 MODULES: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -165,6 +167,7 @@ def test_what_convert_syncbn_model_converts(name: str) -> None:
     for attribute in ("affine", "eps", "momentum", "num_features", "track_running_stats"):
         assert getattr(after, attribute) == fact[attribute]
     assert (after.running_mean is before.running_mean) == fact["running_mean_is_shared"]
+    assert all(one is other for one, other in zip(after.parameters(), before.parameters(), strict=True))
     assert after.training == before.training, "Apex's was always in training mode"
     dtype = torch.float16 if "half" in name else torch.float32
     out = after(grid(shape, 1).to(dtype))

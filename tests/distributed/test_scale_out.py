@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,19 +17,10 @@ SCRIPT = Path(__file__).parents[2] / "examples/scale_out/train.py"
 SHORT = ["--steps", "12", "--depth", "1", "--length", "8"]
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scale_out", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def losses(rank: int, *arguments: str) -> list[float]:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # torch, of a linear layer
     try:
-        found: list[float] = script().main([*SHORT, *arguments])
+        found: list[float] = runpy.run_path(str(SCRIPT))["main"]([*SHORT, *arguments])
         return found
     finally:
         amp.deactivate()

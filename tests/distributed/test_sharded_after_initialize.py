@@ -8,20 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import halfstep
 from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_fsdp import data, net, sharded
 from tests.support.processes import Ranks
+from tests.support.shards import mesh
 from tests.support.worlds import scaled_backward, scaled_step, start_amp, step_and_clear, with_optimizer
-
-
-def mesh() -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def one_row(model: Any) -> Any:

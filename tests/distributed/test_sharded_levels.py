@@ -20,6 +20,7 @@ import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from tests.support.processes import Ranks
+from tests.support.shards import load, save
 from tests.support.worlds import BF16, FP16, advance, scaled_backward, start_amp, step_and_clear
 
 pytestmark = pytest.mark.exhaustive  # they start processes
@@ -259,23 +260,14 @@ def test_what_fsdp2_cannot_do_is_refused_before_anything_changes(ranks: Ranks) -
 
 def resumed(rank: int, kind: str, name: str, folder: str, stop: int | None) -> list[torch.Tensor]:
     """Masters after four steps. ``stop``: save after so many; None loads what was saved and goes on."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     model, _ = cut(kind, net(kind))
     optimizer = OPTIMIZERS[name](model.parameters())
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
-    first = 0
     if stop is None:
-        state, optimizer_state = get_state_dict(model, optimizer)
-        saved = {"model": state, "optimizer": optimizer_state}
-        dcp.load(saved, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
-        first = 2
-    for i in range(first, STEPS):
+        load(model, optimizer, folder)
+    for i in range(2 if stop is None else 0, STEPS):
         if i == stop:
-            state, optimizer_state = get_state_dict(model, optimizer)
-            dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+            save(model, optimizer, folder)
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i))  # every rank the same: any number of them
         advance(loss_of(model(x), torch.tensor(1.0)), optimizer)
     masters = [whole(p) for p in amp.master_params(optimizer)]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from halfstep import optimizers
 from halfstep.numerics import Monitor, Row, merge_rows
 from tests.support.processes import Ranks
+from tests.support.shards import mesh
 from tests.support.worlds import advance, start_amp, unscaled_step
 
 
@@ -37,13 +37,11 @@ def under_ddp(rank: int, watching: list[int]) -> tuple[list[Row], list[torch.Ten
 
 
 def under_fsdp(rank: int, watching: list[int], clip: float | None) -> tuple[list[Row], list[torch.Tensor]]:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model: Any = net()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh())
     optimizer = optimizers.FusedAdam(model.parameters(), lr=1e-2, max_grad_norm=clip)
     monitor = Monitor(model, optimizer, every=2)
     if rank in watching:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from halfstep import DynamicLossScale, amp
+from tests.support import shards
 from tests.support.killed import digest
 from tests.support.processes import Ranks
 
@@ -42,9 +42,8 @@ def train(rank: int, folder: Path, steps: int) -> str:
     """Train from the newest checkpoint on. Returns a hash of every bit at the end."""
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(torch.nn.Linear(8, 15), torch.nn.Tanh(), torch.nn.Linear(15, 4))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=shards.mesh())
     rule = DynamicLossScale(init_scale=2.0**10, growth_interval=3)
     model, optimizer = amp.initialize(
         model,
@@ -56,8 +55,7 @@ def train(rank: int, folder: Path, steps: int) -> str:
     )
 
     def state(**options: Any) -> dict[str, Any]:
-        kept = get_state_dict(model, optimizer, options=StateDictOptions(**options))
-        return {**dict(zip(("model", "optimizer"), kept, strict=True)), "amp": amp.state_dict()}
+        return {**shards.state_dicts(model, optimizer, **options), "amp": amp.state_dict()}
 
     first, found = 0, newest(folder)
     if found is not None:
