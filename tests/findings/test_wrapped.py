@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +12,12 @@ from torch import nn
 
 import halfstep
 from tests.support.processes import one_rank
-from tests.support.worlds import advance, start_amp
+from tests.support.worlds import advance, start_amp, with_optimizer
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed"),
+    pytest.mark.filterwarnings("ignore"),  # of torch, which finds no accelerator
+]
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +28,15 @@ def group() -> Iterator[None]:
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)).to(dtype)
+
+
+def sharded(dtype: torch.dtype = torch.float32, **policy: Any) -> nn.Sequential:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)).to(dtype)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(**policy))
+    return model
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -53,17 +65,9 @@ def test_ddp_without_masters() -> None:
     ],
 )
 def test_fsdp2(params: torch.dtype | None, reduced: torch.dtype | None, found: list[str]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, which finds no accelerator
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8))
-        policy = MixedPrecisionPolicy(param_dtype=params, reduce_dtype=reduced)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.randn(4, 32)).float().square().mean().backward()
-        optimizer.step()
+    model, optimizer = with_optimizer(sharded(param_dtype=params, reduce_dtype=reduced), torch.optim.AdamW)
+    model(torch.randn(4, 32)).float().square().mean().backward()
+    optimizer.step()
     findings = halfstep.check(model, optimizer)
     assert [each.code for each in findings] == found
     assert [each.where for each in findings] == ["the model"] * len(found)
@@ -71,35 +75,21 @@ def test_fsdp2(params: torch.dtype | None, reduced: torch.dtype | None, found: l
 
 def test_fsdp2_computes_the_loss_in_16_bits() -> None:
     """Modalities#464: MixedPrecisionPolicy installs no autocast."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-        x, y = torch.randn(4, 32), torch.randint(8, (4,))
-        found = halfstep.check(model, batch=lambda: nn.functional.cross_entropy(model(x), y))
-        right = halfstep.check(model, batch=lambda: nn.functional.cross_entropy(model(x).float(), y))
+    model = sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    x, y = torch.randn(4, 32), torch.randint(8, (4,))
+    found = halfstep.check(model, batch=lambda: nn.functional.cross_entropy(model(x), y))
+    right = halfstep.check(model, batch=lambda: nn.functional.cross_entropy(model(x).float(), y))
     assert [each.code for each in found] == ["HS105"]
     assert right == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_shards_in_16_bits_are_predicted_and_measured(dtype: torch.dtype) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)).to(dtype)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, eps=1e-3)
-        watch = halfstep.watch(optimizer, every=1)
-        model(torch.randn(16, 32).to(dtype)).float().square().mean().backward()
-        optimizer.step()
-        predicted = halfstep.check(model, optimizer)[0]
-        measured = watch.findings()[0]
+    model, optimizer = with_optimizer(sharded(dtype), torch.optim.AdamW, lr=1e-7, eps=1e-3)
+    watch = halfstep.watch(optimizer, every=1)
+    model(torch.randn(16, 32).to(dtype)).float().square().mean().backward()
+    optimizer.step()
+    predicted = halfstep.check(model, optimizer)[0]
+    measured = watch.findings()[0]
     assert predicted.code == measured.code == "HS101"
     assert predicted.evidence["lost"] == pytest.approx(measured.evidence["lost"], abs=0.01)

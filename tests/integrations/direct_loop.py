@@ -10,22 +10,31 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep import Policy, amp, optimizers
+from halfstep import DynamicLossScale, Policy, amp, optimizers
 from halfstep.integrations.training_precision import LOSSES
+from tests.support.worlds import advance
 
 __all__ = [
     "BATCHES",
     "OPTIMIZERS",
+    "POLICIES",
     "RECIPES",
+    "WINDOWS",
     "Trained",
     "batches",
     "classifier",
+    "masters_at_o2",
     "optimizer_of",
     "same",
     "train",
     "train_by_policy",
 ]
 
+WINDOWS = [(1, None, "norm"), (2, 0.1, "norm"), (2, 0.01, "value")]  # batches of a window, and how it is clipped
+POLICIES = [
+    Policy.from_level(level, "bfloat16").replace(loss_scale=DynamicLossScale(init_scale=64.0))
+    for level in ("O1", "O2", "O3")
+]
 RECIPES = [(level, dtype) for level in ("O1", "O2") for dtype in ("bfloat16", "float16")]
 BATCHES = 6
 
@@ -119,12 +128,17 @@ def train_by_policy(policy: Policy) -> Trained:
     for x, y in batches():
         loss = F.cross_entropy(model(x), y)
         losses.append(loss.item())
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(loss, optimizer)
     weights = [p.detach().clone() for p in amp.master_params(optimizer)]
     return Trained(losses, weights, amp.state_dict(optimizer=optimizer)["loss_scaler0"]["loss_scale"])
+
+
+def masters_at_o2(model: Any, optimizer: Any, scaler: Any = None) -> torch.Tensor:
+    """The masters after some steps with ``amp.initialize`` at O2."""
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
+    for x, y in batches(5):
+        advance(F.cross_entropy(model(x), y), optimizer, scaler)
+    return torch.cat([p.detach().flatten() for p in amp.master_params(optimizer)])
 
 
 def _clip(optimizer: Any, value: float, clip_by: str) -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from halfstep import DynamicLossScale, Policy, amp
+from halfstep import Policy, amp
 from halfstep.core.errors import UsageError
 from halfstep.integrations.lightning import HalfstepPrecision
 from tests.integrations import direct_loop as direct
@@ -63,26 +63,15 @@ def fit(module: Classifier, precision: HalfstepPrecision, data: Any = None, **op
     return direct.Trained(module.losses, weights, precision.scaler.get_scale())
 
 
+@pytest.mark.parametrize(("accumulate", "clip", "clip_by"), direct.WINDOWS)
 @pytest.mark.parametrize("optimizer", list(direct.OPTIMIZERS))
 @pytest.mark.parametrize(("level", "dtype"), direct.RECIPES)
-def test_trains_as_the_plain_loop_does(level: str, dtype: str, optimizer: str) -> None:
-    mine = fit(Classifier(optimizer), HalfstepPrecision(level, dtype))
-    direct.same(mine, direct.train(level, dtype, optimizer))
-
-
-@pytest.mark.parametrize("clip_by", ["norm", "value"])
-@pytest.mark.parametrize("optimizer", list(direct.OPTIMIZERS))
-@pytest.mark.parametrize(("level", "dtype"), direct.RECIPES)
-def test_accumulates_and_clips_also_with_fused_optimizers(level: str, dtype: str, optimizer: str, clip_by: str) -> None:
-    clip = 0.1 if clip_by == "norm" else 0.01
-    mine = fit(
-        Classifier(optimizer),
-        HalfstepPrecision(level, dtype),
-        gradient_clip_val=clip,
-        gradient_clip_algorithm=clip_by,
-        accumulate_grad_batches=2,
-    )
-    direct.same(mine, direct.train(level, dtype, optimizer, accumulate=2, clip=clip, clip_by=clip_by))
+def test_trains_as_the_plain_loop_does(
+    level: str, dtype: str, optimizer: str, accumulate: int, clip: float | None, clip_by: str
+) -> None:
+    options = {"gradient_clip_val": clip, "gradient_clip_algorithm": clip_by, "accumulate_grad_batches": accumulate}
+    mine = fit(Classifier(optimizer), HalfstepPrecision(level, dtype), **options)
+    direct.same(mine, direct.train(level, dtype, optimizer, accumulate=accumulate, clip=clip, clip_by=clip_by))
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "AdamW(fused=True)"])
@@ -203,9 +192,8 @@ def test_ranks_train_one_model(ranks: Any, level: str, dtype: str) -> None:
     assert first.scale == (2.0**14 if dtype == "float16" else 1.0)  # one overflow, on one rank
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_policy_is_what_initialize_makes_of_it(level: str) -> None:
-    policy = Policy.from_level(level, "bfloat16").replace(loss_scale=DynamicLossScale(init_scale=64.0))
+@pytest.mark.parametrize("policy", direct.POLICIES)
+def test_a_policy_is_what_initialize_makes_of_it(policy: Policy) -> None:
     direct.same(fit(Classifier(), HalfstepPrecision(policy=policy)), direct.train_by_policy(policy))
 
 

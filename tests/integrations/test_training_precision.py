@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep import DynamicLossScale, Policy, amp
+from halfstep import Policy, amp
 from halfstep.integrations.training_precision import TrainingPrecision
 from tests.integrations import direct_loop as direct
 from tools.code_lines import code_lines
@@ -57,9 +57,8 @@ def test_a_loss_in_a_step_of_a_trainer_is_fp32(level: str) -> None:
             assert nn.functional.cross_entropy(output.bfloat16(), y).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_policy_is_what_initialize_makes_of_it(level: str) -> None:
-    policy = Policy.from_level(level, "bfloat16").replace(loss_scale=DynamicLossScale(init_scale=64.0))
+@pytest.mark.parametrize("policy", direct.POLICIES)
+def test_a_policy_is_what_initialize_makes_of_it(policy: Policy) -> None:
     mine = train(TrainingPrecision(policy=policy), direct.batches())
     direct.same(mine, direct.train_by_policy(policy))
 

@@ -39,6 +39,13 @@ def fit(model: nn.Module, optimizer: Any, steps: int = 4, after_step: Callable[[
     return losses
 
 
+def assert_trains_on_masters(model: nn.Module, optimizer: Any, **options: Any) -> None:
+    amp.decorate(model, optimizer, level="O2", dtype="bfloat16", **options)
+    losses = fit(model, optimizer, 8)
+    assert losses[-1] < losses[0]
+    assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
+
+
 def trained(model: nn.Module | None = None, steps: int = 4) -> nn.Module:
     model = direct.classifier() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -139,11 +146,7 @@ def test_a_trained_model_is_exported() -> None:
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
 def test_parametrizations_train(name: str) -> None:
     model = nn.Sequential(getattr(parametrizations, name)(nn.Linear(12, 16)), nn.Tanh(), nn.Linear(16, 5))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    amp.decorate(model, optimizer, level="O2", dtype="bfloat16")
-    losses = fit(model, optimizer, 8)
-    assert losses[-1] < losses[0]
-    assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
+    assert_trains_on_masters(*with_optimizer(model, torch.optim.AdamW, lr=1e-2))
 
 
 def test_orthogonal_has_the_digits_of_the_dtype_that_it_is_kept_in() -> None:
@@ -155,16 +158,12 @@ def test_orthogonal_has_the_digits_of_the_dtype_that_it_is_kept_in() -> None:
         return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
     net, optimizer = model()
-    amp.decorate(net, optimizer, level="O2", dtype="bfloat16")
-    losses = fit(net, optimizer, 8)
-    assert losses[-1] < losses[0]
+    assert_trains_on_masters(net, optimizer)
     with amp.auto_cast(dtype="bfloat16"):
         weight = net[0].weight.float()
     torch.testing.assert_close(weight @ weight.T, torch.eye(12), rtol=0, atol=2e-2)
     net, optimizer = model()
-    amp.decorate(net, optimizer, level="O2", dtype="bfloat16", excluded_layers=net[0])
-    losses = fit(net, optimizer, 8)
-    assert losses[-1] < losses[0]
+    assert_trains_on_masters(net, optimizer, excluded_layers=net[0])
     weight = net[0].weight
     torch.testing.assert_close(weight @ weight.T, torch.eye(12), rtol=0, atol=1e-5)
 
@@ -247,11 +246,8 @@ def test_8_bit_optimizers_of_torchao_step_on_masters() -> None:
     optim = pytest.importorskip("torchao.optim", reason=missing("torchao"))
     model = large()
     optimizer = optim.AdamW8bit(model.parameters(), lr=1e-3)
-    amp.decorate(model, optimizer, level="O2", dtype="bfloat16")
     with torch.compiler.set_stance("force_eager"):  # it compiles a step for each shape, which takes half a minute
-        losses = fit(model, optimizer, 6)
-    assert losses[-1] < losses[0]
-    assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
+        assert_trains_on_masters(model, optimizer)
     state = optimizer.state[model[0].weight]
     assert type(state["exp_avg"]).__name__ == "OptimState8bit"
 
@@ -298,9 +294,6 @@ def test_optimizers_of_bitsandbytes_step_on_masters(name: str) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes", reason=missing("bitsandbytes"))
     model = large()
     optimizer = getattr(bitsandbytes.optim, name)(model.parameters(), lr=1e-3)
-    amp.decorate(model, optimizer, level="O2", dtype="bfloat16")
-    losses = fit(model, optimizer, 6)
-    assert losses[-1] < losses[0]
-    assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
+    assert_trains_on_masters(model, optimizer)
     if name.endswith("8bit"):
         assert optimizer.state[model[0].weight]["state1"].dtype is torch.uint8

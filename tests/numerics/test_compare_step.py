@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -129,40 +130,28 @@ def test_a_run_ends_where_the_optimizer_steps() -> None:
     assert same(before, state_of(model))
 
 
-def with_scale_loss(model: nn.Module) -> tuple[Callable[[], None], Callable[[], Any]]:
+def stepping(model: nn.Module, scaler: Any) -> Callable[[], None]:
+    """A step in float16 with a scaler, or by ``scale_loss`` where there is none."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", dtype="float16", verbosity=0)
+    if scaler is None:
+        amp.initialize(model, optimizer, opt_level="O1", dtype="float16", verbosity=0)
 
     def step() -> None:
-        loss = loss_of(model)
-        scaled_step(loss, optimizer)
-
-    return step, amp.state_dict
-
-
-def with_grad_scaler(model: nn.Module) -> tuple[Callable[[], None], Callable[[], Any]]:
-    return scaled_by(amp.GradScaler(), model)
-
-
-def with_torchs_grad_scaler(model: nn.Module) -> tuple[Callable[[], None], Callable[[], Any]]:
-    return scaled_by(torch.amp.GradScaler("cpu"), model)
-
-
-def scaled_by(scaler: Any, model: nn.Module) -> tuple[Callable[[], None], Callable[[], Any]]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        with amp.auto_cast(dtype="float16"):
+        with nullcontext() if scaler is None else amp.auto_cast(dtype="float16"):
             loss = loss_of(model)
         scaled_step(loss, optimizer, scaler)
 
-    return step, scaler.state_dict
+    return step
 
 
-@pytest.mark.parametrize("recipe", [with_scale_loss, with_grad_scaler, with_torchs_grad_scaler])
-def test_a_whole_step_with_a_loss_scale_is_compared_and_trains_on(recipe: Any) -> None:
-    model = broken()
-    step, scales = recipe(model)
+SCALERS = [lambda: None, amp.GradScaler, lambda: torch.amp.GradScaler("cpu")]
+
+
+@pytest.mark.parametrize("make_scaler", SCALERS, ids=["scale_loss", "GradScaler", "torch's GradScaler"])
+def test_a_whole_step_with_a_loss_scale_is_compared_and_trains_on(make_scaler: Callable[[], Any]) -> None:
+    model, scaler = broken(), make_scaler()
+    step = stepping(model, scaler)
+    scales = amp.state_dict if scaler is None else scaler.state_dict
     step()
     before, scale = state_of(model), copy.deepcopy(scales())
     found = numerics.compare_step(step, model)
@@ -171,7 +160,7 @@ def test_a_whole_step_with_a_loss_scale_is_compared_and_trains_on(recipe: Any) -
     assert same(before, state_of(model))
     assert same(scale, scales())
     other = broken()
-    twice, _ = recipe(other)
+    twice = stepping(other, make_scaler())
     twice()
     for run in (step, twice):
         run()
@@ -181,35 +170,17 @@ def test_a_whole_step_with_a_loss_scale_is_compared_and_trains_on(recipe: Any) -
 # ---- what is compared
 
 
-def autocast(model: nn.Module) -> Callable[[], torch.Tensor]:
-    def step() -> torch.Tensor:
-        with amp.auto_cast(dtype="bfloat16"):
-            return loss_of(model)
-
-    return step
-
-
-def native(model: nn.Module) -> Callable[[], torch.Tensor]:
-    def step() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(model)
-
-    return step
-
-
-def own_backward(model: nn.Module) -> Callable[[], None]:
-    def step() -> None:
-        with amp.auto_cast(dtype="bfloat16"):
-            loss = loss_of(model)
-        loss.backward()
-
-    return step
-
-
-@pytest.mark.parametrize("recipe", [autocast, native, own_backward])
-def test_without_a_candidate_the_step_is_compared_as_it_is(recipe: Callable[[nn.Module], Callable[[], Any]]) -> None:
+@pytest.mark.parametrize("own_backward", [False, True])
+@pytest.mark.parametrize("scope", [amp.auto_cast(dtype="bfloat16"), torch.autocast("cpu", torch.bfloat16)])
+def test_without_a_candidate_the_step_is_compared_as_it_is(scope: Any, own_backward: bool) -> None:
     model = broken()
-    found = numerics.compare_step(recipe(model), model)
+
+    def step() -> torch.Tensor | None:
+        with scope:
+            loss = loss_of(model)
+        return loss.backward() if own_backward else loss
+
+    found = numerics.compare_step(step, model)
     assert top(found) == ("1", "cancellation")
     assert {entry.dtype.removesuffix(" (emulated)") for entry in found.entries} == {"bfloat16", "float32"}
     assert any(entry.backward for entry in found.entries)

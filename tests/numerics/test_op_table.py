@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -268,27 +269,16 @@ def auto_cast(model: nn.Module) -> Callable[[], None]:
     return step
 
 
-def o1(model: nn.Module) -> Callable[[], None]:
+def at_level(level: str, dtype: str, model: nn.Module) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", dtype="float16", verbosity=0)
-
-    def step() -> None:
-        scaled_step(loss_of(model), optimizer)
-
-    return step
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
+    return lambda: scaled_step(loss_of(model), optimizer)
 
 
-def o2(model: nn.Module) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
-
-    def step() -> None:
-        scaled_step(loss_of(model), optimizer)
-
-    return step
+RECIPES = [plain, auto_cast, partial(at_level, "O1", "float16"), partial(at_level, "O2", "bfloat16")]
 
 
-@pytest.mark.parametrize("recipe", [plain, auto_cast, o1, o2])
+@pytest.mark.parametrize("recipe", RECIPES, ids=["plain", "auto_cast", "O1", "O2"])
 def test_the_step_is_the_same_to_the_bit(recipe: Callable[[nn.Module], Callable[[], None]]) -> None:
     results = []
     for watched in (False, True):
