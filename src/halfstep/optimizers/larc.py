@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import is_
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -11,13 +10,11 @@ import torch
 from ..core.checks import check_kind, check_number
 from ..core.errors import UsageError
 from ..kernels.expr import elementwise_kernel
-from ..kernels.launch import launch
-from ..kernels.multi_tensor import group_rows
-from ..kernels.shards import Domain, complete_sum, domain_of
-from ..kernels.tensor_table import TensorTable
 from ..parameters.ledger import widen
 from ..parameters.master_registry import find_master
 from .base import Hyper
+from .options import FusedOptions
+from .param_rows import GroupRows
 
 __all__ = ["LARC"]
 
@@ -65,7 +62,7 @@ class LARC:
         self.trust_coefficient = trust_coefficient
         self.eps = eps
         self.clip = clip
-        self._tables: dict[int, tuple[list[torch.Tensor], list[list[int]], list[tuple[TensorTable, Domain]]]] = {}
+        self._rows: dict[int, tuple[dict[torch.Tensor, dict[str, Any]], GroupRows | None]] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not there yet while a copy is being made
@@ -80,7 +77,7 @@ class LARC:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": {}}
+        return {**self.__dict__, "_rows": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -102,11 +99,9 @@ class LARC:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        decays = []
+        decays = [group.get("weight_decay") for group in self.optim.param_groups]
         for index, group in enumerate(self.optim.param_groups):
-            decay = group.get("weight_decay", 0.0)
-            decays.append(decay)
-            self._rescale(index, group, decay)
+            self._rescale(index, group, decays[index] or 0.0)
         try:
             for group in self.optim.param_groups:
                 if "weight_decay" in group:
@@ -114,38 +109,25 @@ class LARC:
             result = self.optim.step()  # type: ignore[no-untyped-call, unused-ignore]
         finally:
             for group, decay in zip(self.optim.param_groups, decays, strict=True):
-                if "weight_decay" in group:
+                if decay is not None:
                     group["weight_decay"] = decay
         return result if closure is None else loss
 
     def _rescale(self, index: int, group: Hyper, decay: float) -> None:
         params = [p for p in group["params"] if p.grad is not None]
-        if not params:
-            return
         # 16 bits would lose the weight decay.
         widen([p for p in params if p.dtype is torch.float32 or find_master(p) is not None])
-        for table, domain in self._renewed(index, params, [p.grad for p in params]):
-            grad_norm, param_norm = complete_sum(launch(table, larc_norms, {}), domain).sqrt()
+        states, known = self._rows.get(index, ({}, None))
+        if known is None or not known.renew(params, states, {}):
+            states = {p: {} for p in params}  # LARC keeps no state
+            known = GroupRows(params, states, {}, FusedOptions(), range(len(params)), [None] * len(params))
+            self._rows[index] = states, known
+        for rows in known.rows:
+            grad_norm, param_norm = rows.launch(larc_norms, {}).sqrt()
             rate = self.trust_coefficient * param_norm / (grad_norm + param_norm * decay + self.eps)
             if self.clip:
                 rate = (rate / group["lr"]).clamp(max=1.0)
             used = (param_norm != 0) & (grad_norm != 0)
             l2 = torch.where(used, torch.full_like(rate, decay), 0.0)
-            launch(table, larc_rescale, {"l2": l2, "rate": torch.where(used, rate, 1.0)})
-            table.columns["grad"][1][0].clear()
-
-    def _renewed(
-        self, index: int, params: list[torch.Tensor], grads: Sequence[torch.Tensor]
-    ) -> list[tuple[TensorTable, Domain]]:
-        """The tables of a group with this step's gradients, made anew where something else changed."""
-        known, groups, tables = self._tables.get(index, ([], [], []))
-        if len(known) == len(params) and all(map(is_, known, params)):
-            parts = [[grads[i] for i in rows] for rows in groups]
-            if all(table.renew(part) for (table, _), part in zip(tables, parts, strict=True)):
-                return tables
-        groups, tables = group_rows(grads, params), []
-        for rows in groups:
-            grad, param = [grads[i] for i in rows], [params[i].detach() for i in rows]
-            tables.append((TensorTable.of(grad=grad, param=param), domain_of(params[rows[0]])))
-        self._tables[index] = (params, groups, tables)
-        return tables
+            rows.launch(larc_rescale, {"l2": l2, "rate": torch.where(used, rate, 1.0)})
+            rows.table.columns["grad"][1][0].clear()
