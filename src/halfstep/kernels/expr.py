@@ -51,7 +51,8 @@ class ElementwiseKernel:
         checks: outputs that are checked for inf and NaN.
         statistics: outputs of which each row's number of zeros and largest magnitude, ignoring NaN, are returned.
         by_torch: the same update as a fused torch call, for the ``torch`` backend; None if there is none. Columns that
-            the kernel does not store are copies, which the call may overwrite.
+            the kernel does not store are copies, which the call may overwrite. The column ``grad`` is already
+            multiplied by the number ``factor``.
     """
 
     name: str

@@ -23,21 +23,14 @@ __all__ = ["FusedAdagrad", "adagrad", "adagrad_scalars"]
 
 def _by_torch(numbers: Scalars) -> TorchUpdate:
     """Make the update of ``adagrad`` by torch's fused call, with decoupled weight decay in a pass before it."""
-    factor, decay = float(numbers["factor"]), float(numbers["decay"])
-    settings = {
-        "lr": float(numbers["lr"]),
-        "lr_decay": float(numbers["lr_decay"]),
-        "weight_decay": float(numbers["l2"]),
-        "eps": float(numbers["eps"]),
-    }
+    l2, decay = float(numbers["l2"]), float(numbers["decay"])
+    settings = {name: float(numbers[name]) for name in ("lr", "lr_decay", "eps")}
 
     def update(columns: Columns, rows: list[int]) -> None:
-        if factor != 1.0:
-            torch._foreach_mul_(columns["grad"], factor)
         if decay != 1.0:
             torch._foreach_mul_(columns["param"], decay)
         lists = [columns[name] for name in ("param", "grad", "sum")]
-        fused_adagrad_(*lists, of_rows(numbers["t"], rows), maximize=False, **settings)
+        fused_adagrad_(*lists, of_rows(numbers["t"], rows), weight_decay=l2, maximize=False, **settings)
 
     return update
 
@@ -56,11 +49,11 @@ def adagrad_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, 
     """Compute the numbers of ``adagrad``, and of torch's fused call.
 
     Args:
-        group: ``lr``, ``eps``, ``weight_decay``, ``adagrad_w_mode`` and ``lr_decay``.
+        group: ``lr``, ``eps``, ``weight_decay``, ``lr_decay`` and ``adagrad_w_mode``, which groups of torch lack.
         t: the number of the step, from 1; used only with ``lr_decay``.
         factor: the factor for gradients.
     """
-    lr, weight_decay, decoupled = group["lr"], group["weight_decay"], group["adagrad_w_mode"]
+    lr, weight_decay, decoupled = group["lr"], group["weight_decay"], group.get("adagrad_w_mode", False)
     return {
         "factor": factor,
         "l2": 0.0 if decoupled else weight_decay,

@@ -22,19 +22,11 @@ __all__ = ["FusedAdam", "adam", "adam_scalars", "amsgrad"]
 
 def _by_torch(numbers: Scalars) -> TorchUpdate:
     """Make the update of ``adam`` and ``amsgrad`` by torch's fused calls."""
-    factor, l2 = float(numbers["factor"]), float(numbers["l2"])
+    l2 = float(numbers["l2"])
     t = numbers["t"] if numbers["bias_correction"] else torch.inf  # at which the correction beta ** t is 0
-    settings = {
-        "lr": float(numbers["lr"]),
-        "beta1": float(numbers["beta1"]),
-        "beta2": float(numbers["beta2"]),
-        "weight_decay": l2 or float(numbers["weight_decay"]),
-        "eps": float(numbers["eps"]),
-    }
+    settings = {name: float(numbers[name]) for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
 
     def update(columns: Columns, rows: list[int]) -> None:
-        if factor != 1.0:
-            torch._foreach_mul_(columns["grad"], factor)
         lists = [columns[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
         largest = columns.get("max_exp_avg_sq", [])
         call = fused_adam_ if l2 else fused_adamw_
@@ -77,13 +69,15 @@ def adam_scalars(group: Hyper, t: Number, factor: Number) -> dict[str, Number]:
     """Compute the numbers of ``adam`` and ``amsgrad``, and of torch's fused calls.
 
     Args:
-        group: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``adam_w_mode`` and ``bias_correction``.
+        group: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``adam_w_mode`` and ``bias_correction``. A group of torch's
+            ``Adam`` or ``AdamW`` has ``decoupled_weight_decay`` instead of the last two, and corrects the bias.
         t: the number of the step, from 1: a float or a float64 tensor.
         factor: the factor for gradients.
     """
     beta1, beta2 = group["betas"]
-    lr, weight_decay, decoupled = group["lr"], group["weight_decay"], group["adam_w_mode"]
-    corrected = group["bias_correction"]
+    lr, weight_decay = group["lr"], group["weight_decay"]
+    decoupled = group.get("adam_w_mode", group.get("decoupled_weight_decay"))
+    corrected = group.get("bias_correction", True)
     first, second = bias_corrections((beta1, beta2), t) if corrected else (1.0, 1.0)
     return {
         "factor": factor,

@@ -18,12 +18,12 @@ from ..parameters.split import entries, master_value
 from ..torch_internals.torch_compat import is_traceable_wrapper_subclass
 from .adagrad import FusedAdagrad
 from .adam import FusedAdam
-from .base import FusedOptimizer, Hyper, Step
+from .base import FusedOptimizer, Hyper
 from .class_swap import counts_steps, rebase
 from .fused_state import FusedData
 from .muon import FusedMuon
 from .options import FusedOptions, MasterForm
-from .param_rows import ParamRows, StateLayout
+from .param_rows import StateLayout
 from .sgd import FusedSGD
 
 __all__ = ["FusedTorchOptimizer", "can_fuse", "fuse", "fused_base", "has_moments", "unfuse"]
@@ -39,10 +39,7 @@ class FusedTorchOptimizer(FusedOptimizer):
     Bound methods that a scheduler or ``amp`` stored before ``unfuse`` keep working after it.
     """
 
-    plain: ClassVar[type[torch.optim.Optimizer]]
     _counts: ClassVar[bool] = True  # torch expects a ``step`` in every state
-    _renamed: ClassVar[tuple[tuple[str, str], ...]] = ()  # pairs (halfstep's name of a hyperparameter, torch's name)
-    _fixed: ClassVar[dict[str, Any]]  # hyperparameters that torch's class lacks
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         """Make an instance for torch's ``__init__``, for frameworks that construct another optimizer of its class."""
@@ -52,8 +49,7 @@ class FusedTorchOptimizer(FusedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step like ``FusedOptimizer.step``, or like torch after ``unfuse``."""
-        of_torch: Any = (cls for cls in type(self).__mro__ if getattr(torch.optim, cls.__name__, None) is cls)
-        own: Any = _hooked_step if isinstance(self, FusedTorchOptimizer) else next(of_torch).step
+        own: Any = _hooked_step if isinstance(self, FusedTorchOptimizer) else _of_torch(type(self)).step
         return own(self, closure, **kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # keeps torch from adding hooks, which both branches have
@@ -84,43 +80,31 @@ class FusedTorchOptimizer(FusedOptimizer):
                     kept.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
         super().__setstate__(state)
 
-    def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
-        hyper = {**group, **self._fixed, **{ours: group[theirs] for ours, theirs in self._renamed}}
-        if isinstance(group["lr"], torch.Tensor):
-            hyper["lr"] = group["lr"].reshape(())
-        super()._update(hyper, rows, step)
-
 
 _hooked_step = torch.optim.Optimizer.profile_hook_step(FusedOptimizer.step)
 
 
-class FusedTorchAdam(FusedTorchOptimizer, FusedAdam):
-    """The common part of Adam and AdamW, whose groups tell if weight decay is decoupled."""
-
-    _renamed: ClassVar = (("adam_w_mode", "decoupled_weight_decay"),)
-    _fixed: ClassVar = {"bias_correction": True}
+def _of_torch(cls: type) -> type[torch.optim.Optimizer]:
+    """Return the class of ``torch.optim`` that a class is or extends."""
+    return next(each for each in cls.__mro__ if getattr(torch.optim, each.__name__, None) is each)
 
 
-class Adam(FusedTorchAdam, torch.optim.Adam):
+class Adam(FusedTorchOptimizer, FusedAdam, torch.optim.Adam):
     """``torch.optim.Adam`` with a fused step."""
 
-    plain = torch.optim.Adam
     __init__ = torch.optim.Adam.__init__
 
 
-class AdamW(FusedTorchAdam, torch.optim.AdamW):
+class AdamW(FusedTorchOptimizer, FusedAdam, torch.optim.AdamW):
     """``torch.optim.AdamW`` with a fused step."""
 
-    plain = torch.optim.AdamW
     __init__ = torch.optim.AdamW.__init__
 
 
 class SGD(FusedTorchOptimizer, FusedSGD, torch.optim.SGD):
     """``torch.optim.SGD`` with a fused step. With ``dampening`` its state has a ``step``, which torch ignores."""
 
-    plain = torch.optim.SGD
     _counts = False
-    _fixed: ClassVar = {"wd_after_momentum": False}
     materialize_master_grads = True
     __init__ = torch.optim.SGD.__init__
 
@@ -128,8 +112,6 @@ class SGD(FusedTorchOptimizer, FusedSGD, torch.optim.SGD):
 class Adagrad(FusedTorchOptimizer, FusedAdagrad, torch.optim.Adagrad):
     """``torch.optim.Adagrad`` with a fused step."""
 
-    plain = torch.optim.Adagrad
-    _fixed: ClassVar = {"adagrad_w_mode": False}
     __init__ = torch.optim.Adagrad.__init__
 
     def _layout(self, group: Hyper) -> StateLayout:
@@ -140,14 +122,12 @@ class Adagrad(FusedTorchOptimizer, FusedAdagrad, torch.optim.Adagrad):
 class Muon(FusedTorchOptimizer, FusedMuon, torch.optim.Muon):
     """``torch.optim.Muon`` with a fused step."""
 
-    plain = torch.optim.Muon
     _counts = False
-    _fixed: ClassVar = {"use_muon": True}
     __init__ = torch.optim.Muon.__init__
 
 
 _CLASSES: tuple[type[FusedTorchOptimizer], ...] = (Adam, AdamW, SGD, Adagrad, Muon)
-_FUSED: dict[type[torch.optim.Optimizer], type[FusedTorchOptimizer]] = {cls.plain: cls for cls in _CLASSES}
+_FUSED: dict[type[torch.optim.Optimizer], type[FusedTorchOptimizer]] = {_of_torch(cls): cls for cls in _CLASSES}
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
@@ -253,7 +233,7 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
                 if not state:
                     del optimizer.state[param]
     del optimizer._fused
-    rebase(optimizer, optimizer.plain, getattr(optimizer, "_amp_stash", None))
+    rebase(optimizer, _of_torch(type(optimizer)), getattr(optimizer, "_amp_stash", None))
     return masters
 
 

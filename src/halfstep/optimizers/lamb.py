@@ -200,9 +200,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         master_weights: MasterForm = True,
     ) -> None:
         self._first_step = step
-        numbers = lr, bias_correction, betas, eps, weight_decay
-        switches = amsgrad, adam_w_mode, grad_averaging, True
-        super().__init__(params, *numbers, *switches, max_grad_norm, use_nvlamb, master_weights=master_weights)
+        super().__init__(**arguments(locals(), "step", "reduced_precision_dtype"))
 
     def _layout(self, group: Hyper) -> StateLayout:
         return {**super()._layout(group), "step": StateSpec(None, float(self._first_step))}

@@ -27,7 +27,6 @@ def _by_torch(numbers: Scalars) -> TorchUpdate | None:
     new = numbers["new"]
     if numbers["late_l2"] or isinstance(new, torch.Tensor) or new != 1.0:
         return None
-    factor = float(numbers["factor"])
     settings = {
         "lr": float(numbers["lr"]),
         "momentum": float(numbers["old"]),
@@ -36,8 +35,6 @@ def _by_torch(numbers: Scalars) -> TorchUpdate | None:
     }
 
     def update(columns: Columns, rows: list[int]) -> None:
-        if factor != 1.0:
-            torch._foreach_mul_(columns["grad"], factor)
         buffers = columns.get("momentum_buffer", [])
         fused_sgd_(
             columns["param"], columns["grad"], buffers, dampening=0.0, maximize=False, is_first_step=False, **settings
@@ -72,12 +69,13 @@ def sgd_scalars(group: Hyper, new: Number, factor: Number) -> dict[str, Number]:
     """Compute the numbers of ``sgd`` and ``momentum_sgd``.
 
     Args:
-        group: ``lr``, ``momentum``, ``weight_decay``, ``nesterov`` and ``wd_after_momentum``.
+        group: ``lr``, ``momentum``, ``weight_decay``, ``nesterov`` and ``wd_after_momentum``, which groups of torch
+            lack.
         new: the share of the gradient that enters the buffer.
         factor: the factor for gradients.
     """
     momentum, weight_decay, nesterov = group["momentum"], group["weight_decay"], group["nesterov"]
-    late = group["wd_after_momentum"] and momentum
+    late = group.get("wd_after_momentum", False) and momentum
     return {
         "factor": factor,
         "l2": 0.0 if late else weight_decay,

@@ -25,17 +25,15 @@ Update = tuple[ElementwiseKernel, Scalars]
 
 
 def _adam(group: Hyper, t: torch.Tensor) -> Update:
-    as_fused = {"adam_w_mode": group.get("decoupled_weight_decay"), "bias_correction": True, **group}
-    return amsgrad if group["amsgrad"] else adam, adam_scalars(as_fused, t, 1.0)
+    return amsgrad if group["amsgrad"] else adam, adam_scalars(group, t, 1.0)
 
 
 def _sgd(group: Hyper, t: torch.Tensor) -> Update:
-    as_fused = {"wd_after_momentum": False, **group}
-    return momentum_sgd if group["momentum"] else sgd, sgd_scalars(as_fused, 1.0, 1.0)
+    return momentum_sgd if group["momentum"] else sgd, sgd_scalars(group, 1.0, 1.0)
 
 
 def _adagrad(group: Hyper, t: torch.Tensor) -> Update:
-    return adagrad, adagrad_scalars({"adagrad_w_mode": False, "lr_decay": 0.0, **group}, t, 1.0)
+    return adagrad, adagrad_scalars({"lr_decay": 0.0, **group}, t, 1.0)
 
 
 @elementwise_kernel()

@@ -117,7 +117,7 @@ def numbers_of(value: Number, table: TensorTable) -> _Numbers:
         return float(value)
     value = value.to(table.device, table.compute_dtype, non_blocking=True)
     if table.device.type == "cpu":
-        return float(value) if value.dim() == 0 else value.tolist()
+        return float(value) if value.numel() == 1 else value.tolist()
     return list(value.expand(len(table)).unbind())
 
 

@@ -112,6 +112,8 @@ class PieceLauncher(Launcher):
             parts = {name: [lists[part] for part in slots] for name, (_, slots) in self._columns.items()}
             columns = {name: self._load(name, parts[name], piece, copy=update is not None) for name in traced.loads}
             if update is not None:
+                if scalars["factor"] != 1.0:
+                    torch._foreach_mul_(columns["grad"], float(scalars["factor"]))
                 update(columns, piece.rows)
                 values: Mapping[str, Tensors] = columns
             else:
