@@ -98,7 +98,6 @@ class GradScaler(ScalerSettings):
         super()._start(enabled, rule, dynamic)
         # For each optimizer that `amp` did not prepare: its state, and True if it wraps another optimizer.
         self._attached: WeakKeyDictionary[torch.optim.Optimizer, tuple[AttachedOptimizer, bool]] = WeakKeyDictionary()
-        self._scaled = False  # True after the first scaled loss
         self._moved_from: torch.Tensor | None = None  # the scale of the latest losses, if `minimize` changed it since
         self._iteration = Iteration()
 
@@ -129,7 +128,7 @@ class GradScaler(ScalerSettings):
             self._iteration.losses += 1
             if self._iteration.noted:
                 self._iteration.fix_versions()
-            self._scaled, self._moved_from = True, None
+            self._moved_from = None
             self._home = self._home or outputs.device
             scale = self._scaler.scale(self._home).to(outputs.device, non_blocking=True)
             return (outputs.float() if outputs.dtype in HALF_DTYPES else outputs) * scale
@@ -295,12 +294,11 @@ class GradScaler(ScalerSettings):
         Returns:
             The overflow flag; with ``max_norm``, the norm before clipping.
         """
-        if not self._scaled:
+        if self._home is None:
             raise UsageError(
                 "No loss has been scaled, so the gradients must not be divided by the scale. Call "
                 "scaler.scale(loss).backward() before unscale_() or step()."
             )
-        assert self._home is not None  # because a loss was scaled
         window, iteration, table = attached.window, self._iteration, attached.window.keeper.table
         # The tensor that `update` changes in place, so it is also the scale of the next losses.
         window.scale = self._scaler.state(self._home).scale

@@ -73,12 +73,12 @@ class Resolved:
     Attributes:
         half: the 16-bit dtype, even if the policy has none.
         options: the policy with Apex's property names.
-        defaults: the properties of the level without overrides; None if the user passed a policy.
+        level: the level; None if the user passed a policy.
     """
 
     half: torch.dtype
     options: ResolvedProperties
-    defaults: ResolvedProperties | None
+    level: str | None
 
     def banner(self, *, emulated: bool) -> str:
         """Return the log line at verbosity 1: the level with its dtype and overrides, or the policy.
@@ -87,9 +87,9 @@ class Resolved:
             emulated: True if matrix products run in fp32 kernels, on a device without 16-bit units.
         """
         how = " Matrix products run in fp32 kernels, on 16-bit values." if emulated else ""
-        if self.defaults is None:
+        level = self.level
+        if level is None:
             return f"Policy {self.options.policy}.{how}"
-        level = self.defaults.opt_level
         given = "".join(f", {name}={value}" for name, value in self.options.given.items() if name != "loss_scale")
         name = level if level == "O0" else f"{level} in {dtype_name(self.half)}"
         given += f", loss scale {loss_scale_text(self.options.policy.loss_scale)}"
@@ -136,7 +136,7 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
             f"state_dtype={given['state_dtype']!r} is for optimizers with master weights, and {level} has none; use "
             'opt_level="O2", or pass it to the optimizer: optimizers.fuse(optimizer, state_dtype=...).'
         )
-    return Resolved(half, ResolvedProperties(policy, level, given=overrides), ResolvedProperties(defaults, level))
+    return Resolved(half, ResolvedProperties(policy, level, given=overrides), level)
 
 
 def with_precision(given: dict[str, Any]) -> dict[str, Any]:

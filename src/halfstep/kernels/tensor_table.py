@@ -38,7 +38,8 @@ _STRIDE, _ADDRESS = torch.Tensor.stride, torch.Tensor.data_ptr
 Number = float | torch.Tensor
 
 Scalars = Mapping[str, Number]
-"""The scalar arguments of a kernel: each is a float or 0-dim tensor for all rows, or a tensor of shape [rows]."""
+"""The scalar arguments of a kernel: each is a float or a tensor of one element for all rows, or a tensor of shape
+[rows]."""
 
 
 def of_rows(numbers: Number, rows: Sequence[int]) -> list[torch.Tensor]:

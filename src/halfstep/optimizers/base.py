@@ -226,19 +226,14 @@ class FusedOptimizer(FusedState):
         (params, entries), state = fused.known_state, self.state
         same_state = len(state) == len(params) and all(map(is_, state, params))
         same_state = same_state and all(map(is_, state.values(), entries))
-        changed = not same_state
         for index, group in enumerate(self.param_groups):
             params = group["params"]
             positions = range(first, first + len(params))
-            known = fused.groups.get(index)
-            rows = self._rows_of(known, group, params, positions, same_state)
-            if rows is not known:
-                fused.groups[index], changed = rows, True
+            rows = fused.groups[index] = self._rows_of(fused.groups.get(index), group, params, positions, same_state)
             if rows.rows:
                 groups.append((group, rows))
             first += len(params)
-        if changed:
-            fused.known_state = list(state), list(state.values())
+        fused.known_state = list(state), list(state.values())
         if groups and not fused.warned:
             self._warn_once()
         return groups

@@ -86,7 +86,7 @@ _hooked_step = torch.optim.Optimizer.profile_hook_step(FusedOptimizer.step)
 
 def _of_torch(cls: type) -> type[torch.optim.Optimizer]:
     """Return the class of ``torch.optim`` that a class is or extends."""
-    return next(each for each in cls.__mro__ if getattr(torch.optim, each.__name__, None) is each)
+    return next(each for each in cls.__mro__ if getattr(torch.optim, each.__name__, None) is each)  # type: ignore[no-any-return]
 
 
 class Adam(FusedTorchOptimizer, FusedAdam, torch.optim.Adam):

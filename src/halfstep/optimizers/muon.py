@@ -218,7 +218,7 @@ class FusedMuon(FusedOptimizer):
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
         if not _takes_muon(group):
-            hyper = {**group, "eps": group["adam_eps"], "adam_w_mode": True, "bias_correction": True}
+            hyper = {**group, "eps": group["adam_eps"], "adam_w_mode": True}
             t = step.t if isinstance(group["lr"], torch.Tensor) else step.t_on_host
             rows.launch(adam, adam_scalars(hyper, t, step.factor), step.skip)
             return

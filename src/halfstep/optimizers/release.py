@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..core.errors import UsageError
+from ..core.inner_optimizers import params_of
 from ..core.removed import raise_removed
 from ..core.scalars import in_scalar_dtype
 from ..kernels.tensor_table import Number
@@ -92,9 +93,6 @@ class GradientRelease:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._rows: list[_Row] = []
         self._queued = -1  # the backward pass at whose end the waiting parameters will step
-        self._scale: torch.Tensor | None = None  # the loss scale of the open block
-        self._guard: Callable[[], None] | None = None  # raises if gradients must not be used now
-        self._before = 0  # the number of parameters that had stepped when the block opened
         self.forget()
 
     # ---- what a user calls
@@ -148,9 +146,8 @@ class GradientRelease:
             flags[found.device] = torch.maximum(found, flags.get(found.device, found))
             if hasattr(optimizer, "found_inf"):
                 optimizer.found_inf = flags[found.device]
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = None  # a parameter without a hook still has one, which the next pass must not see
+        for param in params_of(optimizer):
+            param.grad = None  # a parameter without a hook still has one, which the next pass must not see
         self.forget()
 
     def forget(self) -> None:
@@ -174,7 +171,8 @@ class GradientRelease:
             scale: the loss scale of the pass, or None.
             guard: a function to call before a gradient is used; raises if it must not be used.
         """
-        self._scale, self._guard, self._before = scale, guard, self.stepped
+        self._scale, self._guard = scale, guard
+        self._before = self.stepped  # the number of parameters that had stepped when the block opened
         self._found = None if self.scaler is None else self._found  # a scaler's ends with the step
         self._watch()
         for row in self._rows:

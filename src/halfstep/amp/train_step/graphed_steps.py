@@ -90,17 +90,19 @@ class GraphedSteps:
         self._step = step
         self._stream: Any = None
         self._pool: Any = None
-        self._surroundings: dict[str, object] | None = None
-        self._kept: object = None
-        self._changed = ""
-        self._changes = 0
+        self._surroundings: tuple[dict[str, object], object] | None = None
+        self._changes: list[str] = []  # for each change of the surroundings, what changed
+        self._steps = StepCount.of(step.optimizer)
+        self._pending: GradientSlot | None = None  # holds this window's gradients while ``grad`` does not
+        self._forget()
+
+    def _forget(self) -> None:
+        self._passes: dict[tuple[int, int], _Passes] = {}
+        self._slots: dict[int, GradientSlot] = {}
         self._update: CudaGraph | None = None
         self._rates: list[tuple[torch.Tensor | None, list[float]]] = []
         # The step count after the latest step that read the gradients from where graphs leave them; -1 for none.
         self._steps_at_update = -1
-        self._steps = StepCount.of(step.optimizer)
-        self._pending: GradientSlot | None = None  # holds this window's gradients while ``grad`` does not
-        self._forget()
 
     def __call__(self, batch: tuple[Any, ...], signature: Signature, position: int, *, last: bool) -> torch.Tensor:
         """Take one step.
@@ -319,20 +321,14 @@ class GraphedSteps:
             return "the model has trainable parameters that the optimizer does not step"
         if observers or any(hook is not self._steps for hook in step_hooks(self._step.optimizer)):
             return "hooks or observers watch steps, which replays do not call"
-        if self._changes > _MOST_CHANGES:
-            return f"values that the graphs had recorded changed {self._changes} times ({self._changed})"
+        if len(self._changes) > _MOST_CHANGES:
+            return f"values that the graphs had recorded changed {len(self._changes)} times ({self._changes[-1]})"
         return self._step.unrecordable()
 
     def _compare_surroundings(self, params: list[torch.Tensor]) -> None:
         """Discard all graphs if a value changed that replays do not read themselves."""
-        now, kept = surroundings(self._step, params)
-        if self._surroundings is not None and (changed := [k for k, v in now.items() if v != self._surroundings[k]]):
-            self._changes += 1
-            self._changed = ", ".join(changed)
+        before, self._surroundings = self._surroundings, surroundings(self._step, params)
+        now = self._surroundings[0]
+        if before is not None and (changed := [name for name, value in now.items() if value != before[0][name]]):
+            self._changes.append(", ".join(changed))
             self._forget()
-        self._surroundings, self._kept = now, kept
-
-    def _forget(self) -> None:
-        self._passes: dict[tuple[int, int], _Passes] = {}
-        self._slots: dict[int, GradientSlot] = {}
-        self._update, self._rates, self._steps_at_update = None, [], -1
