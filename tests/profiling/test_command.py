@@ -67,6 +67,31 @@ def test_exit_without_an_error_is_the_end_of_a_script() -> None:
             ended(end, 5)
 
 
+OTHERS = {
+    "another thread": """
+from concurrent.futures import ThreadPoolExecutor
+def train():
+    for _ in range(9): step()
+with ThreadPoolExecutor() as pool:
+    pool.submit(train)
+""",
+    "another profiler, whose error is caught": """
+import halfstep
+for _ in range(9):
+    try: halfstep.profile(step, warmup=0, steps=1)
+    except Exception: pass
+""",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_thread_or_profiler_ends_the_script_with_one_error(name: str) -> None:
+    step = "def step():\n    model(torch.randn(1, 64)).sum().backward()\n    optimizer.step()\n"
+    with pytest.raises(halfstep.HalfstepError, match=r"one profiler at a time.*run the steps in the main thread"):
+        ended(step + OTHERS[name], 0)
+    assert ended("", 4).steps == 1  # the profiler is free again
+
+
 def test_o2_needs_a_module_that_has_the_parameters() -> None:
     text = """
 weight = torch.zeros(4, requires_grad=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 import os
 import re
@@ -133,6 +134,14 @@ def test_the_rates_of_a_script_at_o1_are_measured_without_its_casts() -> None:
     with amp.auto_cast(level="O1", dtype="bfloat16"), Ops():  # type: ignore[no-untyped-call]
         machine_of.__wrapped__(torch.device("cpu"), 1)
     assert torch.float32 in dtypes
+
+
+@pytest.mark.parametrize(("inside", "fix"), [("aten::linear", "torch.compile(model), "), ("Torch-Compiled Region", "")])
+def test_the_fix_of_a_host_that_is_too_slow(inside: str, fix: str) -> None:
+    launches = [each for i in range(1, 6) for each in launched("aten::mm", i, 10 * i, 10 * i + 1)]
+    known = account(launches, [event(f"{inside}: 0/0", 0, 99, "cpu_op", 1)])
+    assert fix_of("HS201", known) == fix + "a larger batch, or halfstep.TrainStep(..., cuda_graph=True) on a GPU"
+    assert "cuda_graph" in inspect.signature(halfstep.TrainStep).parameters
 
 
 def fix_of(code: str, known: Account) -> str:
@@ -420,6 +429,18 @@ def test_steps_that_are_recorded_one_by_one_count_like_steps_in_one_go() -> None
     assert calls[0] == calls[1] != []
 
 
+def test_sparse_gradients_have_no_denormal_numbers() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.tensor([1])).sum().backward()
+        optimizer.step()
+
+    assert halfstep.profile(step, model=model, optimizer=optimizer, warmup=0, steps=1).kinds["optimizer"] > 0
+
+
 def test_a_profile_is_one_screen_and_a_page(tmp_path: Path) -> None:
     step, model, optimizer = training()
     found = halfstep.profile(step, model=model, optimizer=[optimizer], warmup=1, steps=2)
@@ -466,6 +487,28 @@ def test_a_trace_that_is_none_says_so(tmp_path: Path) -> None:
         Profile.from_trace(tmp_path / "x.json.gz")
     with pytest.raises(ValueError, match="is not a file"):
         Profile.from_trace(tmp_path / "nowhere.json")
+    with pytest.raises(TypeError, match="path must be a path, not b'x"):
+        Profile.from_trace(b"x.json")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("times", "error"),
+    [
+        ((0, 0), "no events of a device that take time"),
+        (("a", 1), "not a Chrome trace"),
+        ((float("nan"), 1), "not a Chrome trace.*'k' at nan for 1"),
+        ((0, float("inf")), "not a Chrome trace.*'k' at 0 for inf"),
+        (("0.5", "10"), None),
+    ],
+)
+def test_the_times_of_a_trace(tmp_path: Path, times: Any, error: str | None) -> None:
+    start, duration = times
+    path = write(tmp_path / "x.json", {"traceEvents": [{**event("k", 0, 1), "ts": start, "dur": duration}]})
+    if error is None:
+        assert Profile.from_trace(path).total_ms == 0.01
+        return
+    with pytest.raises(halfstep.HalfstepError, match=error):
+        Profile.from_trace(path)
 
 
 def test_a_trace_without_a_device_says_how_to_record_one(tmp_path: Path) -> None:
@@ -483,6 +526,8 @@ def test_what_a_trace_lacks_is_said(tmp_path: Path) -> None:
     assert "MI300X" in Profile.from_trace(path, chip="MI300X").about
     with pytest.raises(ValueError, match=r"chip='Z80' is not known; there are H200, "):
         Profile.from_trace(path, chip="Z80")
+    with pytest.raises(ValueError, match="chip=3 is not known"):
+        Profile.from_trace(path, chip=3)  # type: ignore[arg-type]
 
 
 def test_a_step_that_raises_is_named_and_its_error_is_the_cause() -> None:
@@ -522,11 +567,14 @@ def test_another_profiler_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"step": 3}, "takes a function"),
-        ({"warmup": -1}, "warmup must be a whole number of at least 0, not -1"),
-        ({"steps": 0}, "steps must be a whole number of at least 1, not 0"),
+        ({"step": 3}, "step must be a function"),
+        ({"warmup": -1}, "warmup=-1 must be a whole number, 0 or more"),
+        ({"steps": 0}, "steps=0 must be a whole number, 1 or more"),
         ({"model": 3}, "model must be a torch.nn.Module"),
         ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer"),
+        ({"device": "foo"}, "device='foo' runs no steps here"),
+        ({"device": "cuda:99"}, "device='cuda:99' runs no steps here"),
+        ({"model": nn.Linear(1, 1, device="meta")}, "device='meta' runs no steps here"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], message: str) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.checks import check_kind
+from ..core.errors import ArgumentValueError
 from ..core.text import counted
 from ..diagnostics.findings import Finding
 from ..diagnostics.pages import Bar, Shown, bars, figure, header, made_by, note, section, small, table, write_page
 from .accounts import Account, RunSettings
-from .machine import CHIPS, Machine, chip_given, chip_named
+from .machine import CHIPS, Machine, chip_named
 from .ops import KINDS, SIZES
 from .rules import apply
 from .trace import ChromeTrace, read_trace
@@ -59,11 +62,15 @@ class Profile(Shown):
             chip: the device, such as "H100" or "MI300X"; None for the one that the trace names.
 
         Raises:
+            ArgumentTypeError: for a path of another type.
             ArgumentValueError: for a file that is missing or is not a trace, and for a chip that is not known.
-            UsageError: for a trace without events of a device.
+            UsageError: for a trace without events of a device that take time.
         """
+        check_kind("path", path, (str, os.PathLike), "a path")
         trace = read_trace(path)
-        machine = chip_given(chip) if chip is not None else chip_named(trace.chip)
+        machine = chip_named(trace.chip if chip is None else str(chip))
+        if machine is None and chip is not None:
+            raise ArgumentValueError(f"chip={chip!r} is not known; there are {', '.join(CHIPS)}.")
         lacks = []
         if machine is None:
             lacks.append(f"{trace.chip or 'no chip'} named: the rates are of an H100; give chip=")

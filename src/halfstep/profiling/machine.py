@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from ..core.errors import ArgumentValueError
 from ..core.hardware import has_units
 from ..torch_internals.torch_compat import DisableTorchFunction
 
-__all__ = ["CHIPS", "Machine", "chip_given", "chip_named", "cores", "denormal_cost", "machine_of", "thread_cost"]
+__all__ = ["CHIPS", "Machine", "chip_named", "cores", "denormal_cost", "machine_of", "thread_cost"]
 
 
 @dataclass(frozen=True)
@@ -71,19 +70,8 @@ CHIPS = {
 
 
 def chip_named(name: str) -> Machine | None:
-    """Find a chip by its full name, as a trace has it; None for one that is not in the table."""
+    """Find a chip by its full name, as a trace has it, or by a part of it; None for one that is not in the table."""
     return next((chip for part, chip in CHIPS.items() if all(word in name for word in part.split())), None)
-
-
-def chip_given(name: str) -> Machine:
-    """Find a chip by the name that a user gave.
-
-    Raises:
-        ArgumentValueError: for a chip that is not in the table.
-    """
-    if (found := chip_named(name)) is None:
-        raise ArgumentValueError(f"chip={name!r} is not known; there are {', '.join(CHIPS)}.")
-    return found
 
 
 def cores() -> int:

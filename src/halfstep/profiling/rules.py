@@ -20,6 +20,7 @@ __all__ = ["RULES", "apply"]
 
 _LEAST = 0.03  # of a step: less is not worth a line
 _SMALL, _CALL = 30.0, 40.0  # microseconds: an op below the first is mostly its call, of at most the second
+_FEWER_LAUNCHES = "a larger batch, or halfstep.TrainStep(..., cuda_graph=True) on a GPU"
 _REACHED = 0.8  # of a chip's rate, by good kernels on good shapes
 
 
@@ -91,6 +92,7 @@ def launch_bound(account: Account) -> Iterator[Cause]:
     """HS201: the device waits for the host to launch the next op, or an op costs less than its call."""
     model = account.model
     other = union([*account.marked("Optimizer."), *account.reads])
+    compiled = any(call.name.startswith("Torch-Compiled Region") for call in account.trace.calls)
     us = covered(minus(account.host, other))
     if not account.trace.on_gpu:
         small = [each for each in model if each.piece.time < _SMALL]
@@ -103,7 +105,8 @@ def launch_bound(account: Account) -> Iterator[Cause]:
         mean = account.busy / max(len(account.works), 1)
         what = "kernels" if account.trace.on_gpu else "ops"
         text = f"launch-bound: {count // account.steps:,} {what}, {mean:.3g} us each on average; the host is too slow"
-        yield Cause(us, _names(model), text, {"launches": count // account.steps, "mean_us": mean})
+        evidence = {"launches": count // account.steps, "mean_us": mean}
+        yield Cause(us, _names(model), text, evidence, _FEWER_LAUNCHES if compiled else "")
 
 
 def host_waits(account: Account) -> Iterator[Cause]:
@@ -350,7 +353,7 @@ def communication(account: Account) -> Iterator[Cause]:
 
 
 RULES: dict[str, tuple[Callable[[Account], Iterator[Cause]], str]] = {
-    "HS201": (launch_bound, "torch.compile(model), a larger batch, or halfstep.TrainStep(..., graph=True) on a GPU"),
+    "HS201": (launch_bound, f"torch.compile(model), {_FEWER_LAUNCHES}"),
     "HS202": (misaligned, "pad the size"),
     "HS203": (layouts, "model.to(memory_format=torch.channels_last), and images in the same format, once"),
     "HS204": (islands, "compute it in 16 bits: leave .float() out, or add the op to the white list of amp.initialize"),

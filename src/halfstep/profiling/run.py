@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +18,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, record_function
 
-from ..core.checks import check_kind
-from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.checks import check_count, check_kind
+from ..core.errors import ArgumentValueError, UsageError
 from ..core.inner_optimizers import params_of, unwrap
+from ..diagnostics.numerics.survey import can_survey
 from ..torch_internals.torch_compat import profiler_enabled
 from .accounts import RunSettings
 from .answer import Profile, profile_of
@@ -28,7 +31,10 @@ from .trace import FORWARD, STEP, parsed, trace_of
 __all__ = ["of_run", "profile"]
 
 _WARMUP, _STEPS = 3, 5  # of a script: steps before the profiled ones, and these
-_OTHER = "torch runs one profiler at a time: take torch.profiler out of the steps and from around halfstep.profile."
+_OTHER = (
+    "torch runs one profiler at a time, and records one thread: take torch.profiler out of the steps and from around "
+    "halfstep.profile, and run the steps in the main thread."
+)
 _CYCLE = 0.1
 """Seconds of recording after which the end of a step stops torch.profiler; the next step starts it again.
 
@@ -63,22 +69,19 @@ def profile(
 
     Raises:
         ArgumentTypeError: for an argument of another type.
-        ArgumentValueError: for fewer than 0 steps of warmup, or fewer than 1 step.
+        ArgumentValueError: for fewer than 0 steps of warmup, fewer than 1 step, or a device that runs no steps here.
         UsageError: for a step that raises an error, which is the cause; or if another profiler runs.
     """
-    if not callable(step):
-        raise ArgumentTypeError(f"profile takes a function that runs a step, not {type(step).__name__}.")
-    if model is not None:
-        check_kind("model", model, nn.Module, "a torch.nn.Module")
-    for name, value, least in (("warmup", warmup, 0), ("steps", steps, 1)):
-        if not isinstance(value, int) or value < least:
-            raise ArgumentValueError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+    check_kind("step", step, Callable, "a function that runs a step")  # type: ignore[arg-type]
+    check_kind("model", model, (nn.Module, type(None)), "a torch.nn.Module or None")
+    check_count("warmup", warmup, least=0)
+    check_count("steps", steps)
     optimizers = _optimizers(optimizer)
     recorder = OpRecorder(_device(device, model))
     try:
         for number in range(warmup + steps):
-            recorder.recording = number >= warmup
-            recorder.begin()
+            if number >= warmup:
+                recorder.begin()
             try:
                 step()
             except Exception as error:
@@ -102,7 +105,8 @@ def of_run(run: Callable[[], Any], prepare: Callable[[nn.Module, Any], Any] | No
         The profile; or the number of steps that the script took, if it took 3 or fewer.
 
     Raises:
-        UsageError: if ``prepare`` is given, and no module has the optimizer's parameters.
+        UsageError: if ``prepare`` is given, and no module has the optimizer's parameters; if another profiler runs; or
+            for steps in another thread.
     """
     recorder, taken = OpRecorder(_device(None, None)), 0
     known: list[Any] = []
@@ -122,17 +126,13 @@ def of_run(run: Callable[[], Any], prepare: Callable[[nn.Module, Any], Any] | No
         if taken > _WARMUP:
             recorder.end()
         if taken == _WARMUP + _STEPS:
-            raise _ProfileEnded
-        if taken == _WARMUP:
-            recorder.recording = True
+            sys.exit()  # no Exception, which the script may catch
         if taken >= _WARMUP:
             recorder.begin()
 
     handle = register_optimizer_step_post_hook(stepped)
     try:
         run()
-    except _ProfileEnded:
-        pass
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             raise
@@ -153,55 +153,52 @@ def _model_of(optimizers: Sequence[Any]) -> nn.Module | None:
     return model if count else None
 
 
-class _ProfileEnded(BaseException):
-    """Ends a script after its last step; not an ``Exception``, which the script may catch."""
-
-
 class OpRecorder:
     """torch.profiler, with a mark around each step and at its first module.
 
     Args:
         device: the device of the steps.
-
-    Attributes:
-        recording: True if the steps that begin from now on are recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.recording = False
         self._profiler: torch.profiler.profile | None = None
-        self._began = 0.0
         self._events: list[Any] = []
         self._step: Any = None
+        self._thread = threading.get_ident()
+        self._refused = False
 
     def begin(self) -> None:
         """Begin a step."""
-        if self.recording:
-            if self._profiler is None:
-                self._start()
-            self._step = record_function(STEP)
-            self._step.__enter__()
-            self._hook = register_module_forward_pre_hook(self._forward)
+        self._check()
+        if self._profiler is None:
+            self._start()
+        self._step = record_function(STEP)
+        self._step.__enter__()
+        self._hook = register_module_forward_pre_hook(self._forward)
 
     def end(self) -> None:
-        """End a step."""
+        """End a step, if one has begun."""
         if self._step is not None:
+            self._check()
             self._step.__exit__(None, None, None)
             self._step = None
             self._hook.remove()
-            if not profiler_enabled():
-                raise UsageError(_OTHER)
             if self.device.type == "cpu" and time.perf_counter() - self._began > _CYCLE:
                 self._collect()
 
     def stop(self) -> None:
-        """Stop recording. A step that has begun and not ended does not count."""
-        self.recording = False
+        """Stop recording. A step that has begun and not ended does not count.
+
+        Raises:
+            UsageError: if a step could not begin or end, because of another profiler or thread.
+        """
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._hook.remove()
         self._collect()
+        if self._refused:
+            raise UsageError(_OTHER) from None
 
     def profile(self, model: nn.Module | None, optimizers: Sequence[Any]) -> Profile:
         """Make the profile of what was recorded, after ``stop``."""
@@ -214,8 +211,6 @@ class OpRecorder:
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
-        if profiler_enabled():
-            raise UsageError(_OTHER)
         self._synchronize()
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         with warnings.catch_warnings():  # torch 2.11 warns of what a second cycle of a profiler would lose
@@ -223,19 +218,24 @@ class OpRecorder:
             self._profiler.start()
         self._began = time.perf_counter()
 
+    def _check(self) -> None:
+        """End the steps if torch.profiler does not run, in this thread, exactly when this recorder has started it."""
+        if threading.get_ident() != self._thread or profiler_enabled() != (self._profiler is not None):
+            self._refused = True
+            sys.exit()
+
     def _collect(self) -> None:
         """Stop the profiler, if it runs, and keep its events."""
         if self._profiler is None or not profiler_enabled():
             self._step = None  # nothing of it is recorded
             return
-        profiler, self._profiler = self._profiler, None
         self._synchronize()
-        profiler.stop()
+        self._profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
+            self._profiler.export_chrome_trace(str(path))
             self._events += parsed(path.read_text(encoding="utf-8", errors="replace"))[0]
-        del profiler
+        self._profiler = None
         gc.collect()  # torch's profiler is part of a reference cycle and holds everything that it recorded
 
     def _forward(self, *_: Any) -> None:
@@ -256,10 +256,15 @@ def _optimizers(given: Any) -> list[Any]:
 
 
 def _device(given: torch.device | str | None, model: nn.Module | None) -> torch.device:
-    if given is not None:
-        return torch.device(given)
-    first = None if model is None else next(iter(model.parameters()), None)
-    return first.device if first is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if given is None and model is not None:
+        given = next((p.device for p in model.parameters()), None)
+    if given is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.ones((), device=given, dtype=torch.float32).item()
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ArgumentValueError(f"device={str(given)!r} runs no steps here: {str(error)[:100]}") from None
+    return torch.device(given)
 
 
 def _settings(device: torch.device, threads: int, model: nn.Module | None, optimizers: Sequence[Any]) -> RunSettings:
@@ -269,19 +274,13 @@ def _settings(device: torch.device, threads: int, model: nn.Module | None, optim
     on_gpu = device.type == "cuda"
     tf32_off = on_gpu and torch.version.hip is None and torch.get_float32_matmul_precision() == "highest"
     tf32_off = tf32_off and torch.cuda.get_device_capability(device) >= (8, 0)
-    held = [*own, *(each for p in params for each in _state(optimizers, p))] if not on_gpu else []
-    denormal = dict(_denormal([t for t in held if t.dtype is torch.float32]))
+    state = [value for each in optimizers for p in params for value in each.state.get(p, {}).values()]
+    held = [*own, *(p.grad for p in params), *state] if not on_gpu else []
+    denormal = dict(_denormal([t for t in held if can_survey(t) and t.dtype is torch.float32]))
     half = sorted({str(p.dtype).removeprefix("torch.") for p in own if p.dtype in (torch.bfloat16, torch.float16)})
     cost = thread_cost(threads) if not on_gpu and threads > cores() else 1.0
     slow, count = denormal_cost() if denormal else (1.0, 1.0), sum(p.numel() for p in params)
     return RunSettings(device, threads, cores(), cost, tf32_off, denormal, slow, count, tuple(half))
-
-
-def _state(optimizers: Sequence[Any], p: torch.Tensor) -> Iterator[torch.Tensor]:
-    for each in optimizers:
-        yield from (t for t in each.state.get(p, {}).values() if isinstance(t, torch.Tensor))
-    if p.grad is not None:
-        yield p.grad
 
 
 def _denormal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[tuple[int, ...], float]]:
@@ -289,5 +288,5 @@ def _denormal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[tuple[int, ...]
     for each in tensors:
         sample = each.detach().flatten()[: 1 << 16].abs()
         found = ((sample > 0) & (sample < torch.finfo(torch.float32).tiny)).sum()
-        if share := float(found) / max(sample.numel(), 1):
+        if share := float(found) / sample.numel():
             yield tuple(each.shape), share

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -136,10 +137,14 @@ class ChromeTrace:
         return marked or [self.window]
 
     @property
+    def measured(self) -> Sequence[Any]:
+        """The events that bound the time that is accounted: the kernels of a GPU, the steps of a CPU."""
+        return self.pieces if self.on_gpu else [mark for mark in self.marks if mark.name == STEP]
+
+    @property
     def window(self) -> Interval:
         """The time that is accounted: on a GPU from its first kernel to its last, on a CPU the steps."""
-        parts: Sequence[Any] = self.pieces if self.on_gpu else [mark for mark in self.marks if mark.name == STEP]
-        parts = parts or self.calls
+        parts = self.measured or self.calls
         return min(each.start for each in parts), max(each.end for each in parts)
 
 
@@ -148,7 +153,7 @@ def read_trace(path: str | Path) -> ChromeTrace:
 
     Raises:
         ArgumentValueError: for a file that is missing or is not such a trace.
-        UsageError: for a trace without events of a device.
+        UsageError: for a trace without events of a device that take time.
     """
     path = Path(path)
     try:
@@ -161,9 +166,9 @@ def read_trace(path: str | Path) -> ChromeTrace:
             f"{str(path)!r} is not a Chrome trace of torch.profiler ({type(error).__name__}: {str(error)[:80]}). "
             "Write one with profiler.export_chrome_trace(path)."
         ) from None
-    if not trace.on_gpu and not any(mark.name == STEP for mark in trace.marks):
+    if not any(each.end > each.start for each in trace.measured):
         raise UsageError(
-            f"{path.name} has no events of a device. Record it with activities=[ProfilerActivity.CPU, "
+            f"{path.name} has no events of a device that take time. Record it with activities=[ProfilerActivity.CPU, "
             "ProfilerActivity.CUDA]; on a CPU call halfstep.profile(step)."
         )
     return trace
@@ -178,8 +183,12 @@ def parsed(text: str | bytes) -> tuple[list[dict[str, Any]], str]:
 
     def kept(found: dict[str, Any]) -> Any:
         if "ph" in found:
-            wanted = found["ph"] == "X" and found.get("cat") in _HOST | _DEVICE | _RUNTIME
-            return {name: found[name] for name in _FIELDS if name in found} if wanted else None
+            if found["ph"] != "X" or found.get("cat") not in _HOST | _DEVICE | _RUNTIME:
+                return None
+            times = {"ts": float(found["ts"]), "dur": float(found["dur"])}
+            if not math.isfinite(sum(times.values())):
+                raise ValueError(f"{found.get('name')!r} at {found['ts']} for {found['dur']}")
+            return {name: found[name] for name in _FIELDS if name in found} | times
         args = {name: found[name] for name in _ARGS if name in found}
         for name in args.keys() & set(_SHAPES):
             args[name] = seen.setdefault(repr(args[name]), args[name])
@@ -197,10 +206,9 @@ def trace_of(events: Sequence[dict[str, Any]], chip: str = "") -> ChromeTrace:
     trace = ChromeTrace(chip=chip, on_gpu=any(each.get("cat") in _DEVICE for each in events))
     by_thread: dict[Any, list[Call]] = {}
     by_id: dict[Any, Call] = {}
-    seen: dict[str, tuple[Any, ...]] = {}  # the same arguments are kept once: a step has few different ones
     for each in events:
         if each.get("cat") in _HOST:
-            call = _call(each, seen)
+            call = _call(each)
             (trace.marks if call.mark else trace.calls).append(call)
             if call.name != STEP:  # the step of a script begins and ends inside a step of its optimizer
                 by_thread.setdefault((each["pid"], each["tid"]), []).append(call)
@@ -230,15 +238,11 @@ def trace_of(events: Sequence[dict[str, Any]], chip: str = "") -> ChromeTrace:
     return trace
 
 
-def _call(event: dict[str, Any], seen: dict[str, tuple[Any, ...]]) -> Call:
+def _call(event: dict[str, Any]) -> Call:
     args = event.get("args", {})
-    parts = [args.get(name) or () for name in _SHAPES]
-    key = repr(parts)
-    if key not in seen:
-        dims, types, strides, concrete = parts
-        seen[key] = dims, tuple(_DTYPES.get(each, "") for each in types), strides, concrete
-    dims, dtypes, strides, concrete = seen[key]
-    start, mark, made = float(event["ts"]), event["cat"] == "user_annotation", _DTYPES.get(args.get("dtype", ""), "")
+    dims, types, strides, concrete = (args.get(name) or () for name in _SHAPES)
+    dtypes = tuple(_DTYPES.get(each, "") for each in types)
+    start, mark, made = event["ts"], event["cat"] == "user_annotation", _DTYPES.get(args.get("dtype", ""), "")
     return Call(event["name"], start, start + event["dur"], dims, dtypes, strides, None, mark, concrete, made)
 
 
@@ -271,7 +275,7 @@ def _innermost(calls: Sequence[Call], launched: Sequence[dict[str, Any]]) -> lis
 def _nest(calls: Sequence[Call], alike: dict[Any, Call]) -> list[Piece]:
     """Set the parents of the calls of a thread; return the time of each op in which no op inside it runs.
 
-    ``alike`` has the first of the calls that are alike, by the parent's and the objects that ``_call`` shares.
+    ``alike`` has the first of the calls that are alike, by the parent's and the objects that ``parsed`` shares.
     """
     pieces: list[Piece] = []
     running: list[Call] = []
@@ -289,7 +293,7 @@ def _nest(calls: Sequence[Call], alike: dict[Any, Call]) -> list[Piece]:
             running.pop()
         until(call.start)
         call.parent = running[-1] if running else None
-        shared = map(id, (call.dims, call.dtypes, call.strides, call.concrete))
+        shared = (call.dtypes, *map(id, (call.dims, call.strides, call.concrete)))
         call.like = alike.setdefault((call.parent and call.parent.like, call.name, call.mark, *shared), call)
         running.append(call)
     while running:
