@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,13 +19,17 @@ from torch.nn import functional as F
 from halfstep import amp
 from halfstep.core.dtypes import dtype_name
 from tests.support.apex_recording import assert_near, batch, branch, flat, golden, grid, net, numbers, optimizer
-from tests.support.worlds import advance, scaled_backward, step_and_clear
+from tests.support.worlds import advance, scaled_backward, start_amp, step_and_clear
 
 FACTS = golden("apex_amp")
 
 
 def dtypes(named: Any) -> dict[str, str]:
     return {name: dtype_name(tensor.dtype) for name, tensor in named}
+
+
+def start(level: str, make: str = "sgd", **options: Any) -> tuple[Any, Any]:
+    return start_amp(net(), partial(optimizer, make), level, dtype=torch.float16, **options)
 
 
 def scaler_entry(i: int = 0) -> dict[str, Any]:
@@ -202,16 +207,7 @@ def test_accumulation(key: str) -> None:
     level, scale, how, *rest = key.split("/")
     case = facts["no_zero_grad_first" if rest else "cases"][key]
     right = facts["plain_fp32"] if key in LOST_GRADIENTS else None
-    model = net()
-    model, optim = amp.initialize(
-        model,
-        optimizer("sgd", model.parameters()),
-        opt_level=level,
-        dtype=torch.float16,
-        loss_scale=scale,
-        max_loss_scale=1024.0,
-        verbosity=0,
-    )
+    model, optim = start(level, loss_scale=scale, max_loss_scale=1024.0)
     if not rest:
         optim.zero_grad()
     loose = 2e-2 if level == "O3" else 2e-3
@@ -245,10 +241,7 @@ def test_clip(key: str) -> None:
     case = FACTS["clip"]["cases"][key]
     level, arguments = key.split("/")
     max_norm, norm_type = (float(part.split("=")[1]) for part in arguments.split(","))
-    model = net()
-    model, optim = amp.initialize(
-        model, optimizer("sgd", model.parameters()), opt_level=level, dtype=torch.float16, loss_scale=128.0, verbosity=0
-    )
+    model, optim = start(level, loss_scale=128.0)
     loose = 2e-2 if level == "O3" else 1e-3
     for t, recorded in enumerate(case["steps"]):
         x, y, _ = batch(t)
@@ -265,18 +258,6 @@ def test_checkpoint(key: str) -> None:
     """Apex lost the masters and rounded the optimizer state at O2; ours resumes bit for bit at every level."""
     case, level = FACTS["checkpoint"]["cases"][key], key[:2]
 
-    def start() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = net()
-        return amp.initialize(
-            model,
-            optimizer("adam", model.parameters()),
-            opt_level=level,
-            dtype=torch.float16,
-            loss_scale="dynamic",
-            max_loss_scale=1024.0,
-            verbosity=0,
-        )
-
     def run(model: nn.Module, optim: torch.optim.Optimizer, steps: range) -> list[float]:
         losses = []
         for t in steps:
@@ -287,14 +268,15 @@ def test_checkpoint(key: str) -> None:
         return losses
 
     loose = 1e-2 if level == "O3" else 1e-3
-    model, optim = start()
+    how: Any = {"make": "adam", "loss_scale": "dynamic", "max_loss_scale": 1024.0}
+    model, optim = start(level, **how)
     assert_near(run(model, optim, range(4)), case["before"], loose)
     saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optim.state_dict(), "amp": amp.state_dict()})
     assert saved["amp"] == case["saved_amp"]
     straight = run(model, optim, range(4, 8))
     assert_near(straight, case["straight"], loose)
 
-    again, again_optim = start()
+    again, again_optim = start(level, **how)
     if "after_first_zero_grad" in key:
         again_optim.zero_grad()
     again.load_state_dict(saved["model"])

@@ -75,7 +75,7 @@ def parse_options(key: str) -> dict[str, Any]:
     return {"opt_level": level, **options}
 
 
-@pytest.mark.parametrize("key", FACTS["options"])
+@pytest.mark.parametrize("key", [key for key in FACTS["options"] if key != "opt_level='O4'"])  # which ROCm's fork has
 def test_options(key: str) -> None:
     recorded = FACTS["options"][key]
     given = parse_options(key)
@@ -83,10 +83,6 @@ def test_options(key: str) -> None:
     if change is not None and not (given["opt_level"] == "O1" and "keep_batchnorm" in key):
         with pytest.raises(change):
             amp.initialize(*fresh(), dtype=torch.float16, verbosity=0, **given)
-        return
-    if key == "opt_level='O4'":  # the ROCm fork's name for O1 in bfloat16
-        amp.initialize(*fresh(), verbosity=0, **given)
-        assert amp._amp_state.opt_properties.opt_level == "O1"
         return
     if "raises" in recorded:
         with pytest.raises(EXCEPTIONS[recorded["raises"]]) as caught:

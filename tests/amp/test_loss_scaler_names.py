@@ -81,8 +81,8 @@ def test_the_bounds() -> None:
 
 def test_the_count_and_the_overflow() -> None:
     scaler, backward = brought_up()
-    scaler._loss_scale = 16.0
     backward()
+    scaler._loss_scale = 16.0  # the count goes on
     backward()
     assert (scaler._unskipped, scaler._has_overflow) == (2, False)
     scaler._unskipped = 1999

@@ -5,16 +5,16 @@ The article is "NVIDIA Apex: Tools for Easy Mixed-Precision Training in PyTorch"
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import amp
+from tests.casting.test_scopes import casts_in_graph
+from tests.support.worlds import advance, unscaled_step
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -36,9 +36,7 @@ def test_three_steps(dtype: torch.dtype) -> None:
     reference, plain = network()
     for x, y in batches():
         expected = criterion(reference(x), y)
-        expected.backward()
-        plain.step()
-        plain.zero_grad()
+        unscaled_step(expected, plain)
 
     model, optimizer = network()
     model, optimizer = amp.initialize(model, optimizer, dtype=dtype, verbosity=0)
@@ -87,21 +85,6 @@ def test_linear_casts_its_arguments_as_the_wrapper_of_the_article(dtype: torch.d
     torch.testing.assert_close(found, expected)
 
 
-class Casts(TorchDispatchMode):
-    """How often a tensor of each shape is cast from fp32."""
-
-    only_watches = True  # so that copies of weights are kept all the same
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of: Counter[tuple[int, ...]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default and args[0].dtype is torch.float32:
-            self.of[tuple(args[0].shape)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 class Unrolled(nn.Module):
     """An RNN cell, called once for each timestep with the same fp32 weights."""
 
@@ -125,13 +108,9 @@ def test_a_weight_of_an_rnn_cell_is_cast_once_in_a_call_of_its_model(by: str) ->
     else:  # knows no model, so nothing says when a weight may be written
         handle = amp.init(dtype=torch.bfloat16)
     for _ in range(2):
-        with Casts() as casts:
-            hidden = model(torch.randn(3, 2, 4))
+        hidden = model(torch.randn(3, 2, 4))
         for weight in (model.cell.weight_ih, model.cell.weight_hh):
-            assert casts.of[tuple(weight.shape)] == (1 if by == "initialize" else 3)
-        with (amp if by == "initialize" else handle).scale_loss(hidden.float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            assert casts_in_graph(hidden, weight) == (1 if by == "initialize" else 3)
+        advance(hidden.float().sum(), optimizer, by=amp if by == "initialize" else handle)
     if by == "init":
         handle._deactivate()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from halfstep import amp
 from tests.support.apex_recording import batch, net
-from tests.support.worlds import LEVELS, assert_equal, scaled_backward, step_and_clear
+from tests.support.worlds import LEVELS, assert_equal, scaled_backward, start_amp, step_and_clear
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -30,9 +30,7 @@ def start(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net() if model is None else model
     make = OPTIMIZERS[make] if isinstance(make, str) else make
-    return amp.initialize(
-        model, make(model.parameters()), opt_level=level, dtype=half, verbosity=0, **{"loss_scale": 128.0, **options}
-    )
+    return start_amp(model, make, level, dtype=half, **{"loss_scale": 128.0, **options})
 
 
 def loss_of(model: nn.Module, t: int) -> torch.Tensor:
@@ -40,13 +38,9 @@ def loss_of(model: nn.Module, t: int) -> torch.Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def backward(loss: torch.Tensor, optim: Any, **options: Any) -> None:
-    scaled_backward(loss, optim, **options)
-
-
 def train(model: nn.Module, optim: Any, steps: int) -> None:
     for t in range(steps):
-        backward(loss_of(model, t), optim)
+        scaled_backward(loss_of(model, t), optim)
         step_and_clear(optim)
 
 
@@ -72,7 +66,7 @@ def test_param_groups_and_add_param_group(level: str) -> None:
     assert in_optimizer & half == (half & {torch.bfloat16} if level == "O3" else set())
     before = [p.detach().clone() for p in [*model.parameters(), *extra.parameters()]]
     x, y, _ = batch(0)
-    backward(F.cross_entropy(extra(model(x)), y), optim)
+    scaled_backward(F.cross_entropy(extra(model(x)), y), optim)
     optim.step()
     for old, new in zip(before, [*model.parameters(), *extra.parameters()], strict=True):
         assert not torch.equal(old, new)
@@ -116,7 +110,7 @@ def test_gradients_below_the_smallest_float16_number_add_up_in_fp32(level: str, 
     """Without masters (O3) each pass leaves float16 numbers, and 2e-8 is none."""
     model, optim = start(level, torch.float16, "SGD", nn.Linear(1, 1, bias=False), loss_scale=65536.0)
     for _ in range(4):
-        backward((model(torch.ones(1, 1)).float() * 2e-8).sum(), optim)
+        scaled_backward((model(torch.ones(1, 1)).float() * 2e-8).sum(), optim)
     (master,) = amp.master_params(optim)
     assert float(master.grad) == pytest.approx(expected, rel=1e-3)
 
@@ -128,8 +122,8 @@ def test_the_scale_may_change_between_delayed_passes(level: str) -> None:
     reference, plain = start(level, torch.float16, "SGD", loss_scale=1.0)
     for scale, t in ((256.0, 0), (64.0, 1), (16.0, 2)):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}, optimizer=optim)
-        backward(loss_of(model, t), optim, delay_unscale=t < 2)
-        backward(loss_of(reference, t), plain)
+        scaled_backward(loss_of(model, t), optim, delay_unscale=t < 2)
+        scaled_backward(loss_of(reference, t), plain)
     for ours, theirs in zip(amp.master_params(optim), amp.master_params(plain), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.01, atol=1e-3)
 
@@ -139,13 +133,13 @@ def test_the_block_after_a_delayed_pass_shows_the_gradients_of_both(level: str) 
     """Some scripts average the gradients of a window by hand in its last block."""
     model, optim = start(level, torch.float16, "SGD", loss_scale=128.0)
     plain, reference = start(level, torch.float16, "SGD", loss_scale=1.0)
-    backward(loss_of(model, 0), optim, delay_unscale=True)
+    scaled_backward(loss_of(model, 0), optim, delay_unscale=True)
     with amp.scale_loss(loss_of(model, 1), optim) as scaled_loss:
         scaled_loss.backward()
         for p in model.parameters():
             p.grad.mul_(0.5)
     for t in range(2):
-        backward(0.5 * loss_of(plain, t), reference)
+        scaled_backward(0.5 * loss_of(plain, t), reference)
     for ours, theirs in zip(amp.master_params(optim), amp.master_params(reference), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.01, atol=1e-3)
 
@@ -163,12 +157,12 @@ def test_a_pass_that_fails_leaves_no_gradient(level: str, delayed: bool | None) 
     model, optim = start(level, loss_scale=128.0)
     twin, reference = start(level, loss_scale=128.0)
     if delayed is not None:
-        backward(loss_of(model, 0), optim, delay_unscale=delayed)
-        backward(loss_of(twin, 0), reference)
+        scaled_backward(loss_of(model, 0), optim, delay_unscale=delayed)
+        scaled_backward(loss_of(twin, 0), reference)
     with pytest.raises(ZeroDivisionError):
         fail_after(loss_of(model, 1), optim)
-    backward(loss_of(model, 2), optim)
-    backward(loss_of(twin, 2), reference)
+    scaled_backward(loss_of(model, 2), optim)
+    scaled_backward(loss_of(twin, 2), reference)
     if delayed:  # its gradients cannot be told from those of the failed pass
         before = [p.detach().clone() for p in model.parameters()]
         optim.step()
@@ -183,7 +177,7 @@ def test_plain_backward_counts(level: str) -> None:
     model, optim = start(level, make="SGD")
     twin, reference = start(level, make="SGD", loss_scale=1.0)
     loss_of(model, 0).backward()
-    backward(loss_of(twin, 0), reference)
+    scaled_backward(loss_of(twin, 0), reference)
     optim.step()
     reference.step()
     torch.testing.assert_close([*model.parameters()], [*twin.parameters()])

@@ -19,7 +19,7 @@ from halfstep.casting.scope import OpCasting
 from halfstep.core import hardware
 from halfstep.core.oplists.tables import KINDS
 from tests.support.backends import needs_compiler
-from tests.support.worlds import BF16, FP16, FP32, HALVES, scaled_backward, step_and_clear, with_optimizer
+from tests.support.worlds import BF16, FP16, FP32, HALVES, scaled_backward, start_amp, step_and_clear, with_optimizer
 
 INDUCTOR = "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"  # torch 2.13 says so of itself
 
@@ -225,8 +225,7 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("emulate", [True, False])
 def test_no_product_runs_in_16_bits(emulate: bool, level: str, dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, emulate=emulate)
+    model, optimizer = start_amp(model, torch.optim.SGD, level, dtype=dtype, emulate=emulate, lr=0.1)
     x, y = data()
     with Products() as products:
         loss = F.cross_entropy(model(x).float(), y)

@@ -69,10 +69,11 @@ def test_a_model_that_never_mixes_runs_without_a_mode_after_its_first_passes(dty
     assert modes_in(model) == 0
 
 
-def test_a_model_that_mixes_keeps_the_mode() -> None:
+def test_a_model_that_mixes_keeps_the_mode_and_runs_once_in_each_pass() -> None:
     model = at_o2(Late())
     model.mixes = True
     assert [modes_in(model) for _ in range(6)] == [1] * 6
+    assert (model.calls, int(model.norm.num_batches_tracked)) == (6, 6)
 
 
 @pytest.mark.parametrize("cast_ops", [True, False])
@@ -114,13 +115,6 @@ def test_other_errors_have_no_note() -> None:
             model(torch.ones(2, 3))
         assert not getattr(raised.value, "__notes__", [])
     assert modes_in(model) == 0
-
-
-def test_a_pass_that_mixes_runs_once() -> None:
-    model = at_o2(Late())
-    model.mixes = True
-    model(X)
-    assert (model.calls, int(model.norm.num_batches_tracked)) == (1, 1)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

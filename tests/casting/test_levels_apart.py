@@ -406,12 +406,6 @@ def test_torch_autocast_inside_a_model_has_its_way(compiled: bool, inside: str, 
     assert hook == [{"off": weight, "float16": FP16, "bfloat16": BF16}[inside]]
 
 
-def test_decorated_models_under_torch_autocast() -> None:
-    model = bring_up("O2", BF16, face="decorate")
-    with torch.autocast("cpu", BF16):
-        assert seen(model) == [BF16, BF16]
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_where_autocast_is_off(reentrant: bool) -> None:
     _alive = bring_up("O1", BF16)
@@ -703,11 +697,12 @@ def test_a_session_lasts_as_long_as_a_copy_of_its_model() -> None:
     assert outside() is FP32
 
 
-def test_a_copy_does_not_bring_back_a_session_that_has_ended() -> None:
-    model = bring_up("O1", FP16)
+def test_deactivate_ends_what_is_outside_and_a_copy_does_not_bring_it_back() -> None:
+    one, two = bring_up("O1", BF16), bring_up("O1", FP16)
     amp.deactivate()
-    twin = copy.deepcopy(model)
-    assert seen(twin) == [FP16, FP32]
+    assert outside() is FP32
+    twin = copy.deepcopy(two)
+    assert [seen(model) for model in (one, two, twin)] == [[BF16, FP32], [FP16, FP32], [FP16, FP32]]
     assert outside() is FP32
 
 
@@ -763,13 +758,6 @@ def test_names_of_torch_are_replaced_until_the_models_are_gone() -> None:
     loss.backward()
     del model, loss
     assert torch_is_untouched()
-
-
-def test_deactivate_ends_what_is_outside() -> None:
-    one, two = bring_up("O1", BF16), bring_up("O1", FP16)
-    amp.deactivate()
-    assert outside() is FP32
-    assert (seen(one), seen(two)) == ([BF16, FP32], [FP16, FP32])
 
 
 # ---- lists of a session
@@ -927,27 +915,18 @@ def test_the_step_of_any_optimizer_is_not_cast_and_its_closure_is(around: str) -
     assert torch._C._len_torch_function_stack() == (around != "auto_cast")
 
 
-def test_a_step_that_fails_gives_the_casts_back() -> None:
-    model = bring_up("O1", BF16)
-    optimizer = Recording(nn.Linear(4, 4).parameters())
-    optimizer.fails = True
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            optimizer.step()
-        assert seen(model) == [BF16, FP32]
-        assert outside() is BF16
-
-
-def test_a_step_that_fails_leaves_no_hooks_once_the_session_has_ended() -> None:
+def test_a_step_that_fails_gives_the_casts_back_and_leaves_no_hooks_once_the_session_has_ended() -> None:
     hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
     before = len(hooks)
     model = bring_up("O1", BF16)
     optimizer = Recording(nn.Linear(4, 4).parameters())
     optimizer.fails = True
     assert len(hooks) == before + 1
-    with pytest.raises(ZeroDivisionError):
-        optimizer.step()
-    seen(model)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        assert seen(model) == [BF16, FP32]
+        assert outside() is BF16
     del model
     gc.collect()
     assert torch_is_untouched()

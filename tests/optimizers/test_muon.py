@@ -18,7 +18,7 @@ from halfstep.kernels import backend
 from halfstep.optimizers import FusedMuon, can_fuse, fuse, muon, newton_schulz, unfuse
 from tests.support.backends import needs_compiler, skip_without_compiler
 from tests.support.processes import one_rank
-from tests.support.worlds import BF16, FP16, FP32, FP64, advance, scaled_step, with_optimizer
+from tests.support.worlds import BF16, FP16, FP32, FP64, advance, scaled_step, start_amp
 
 BACKENDS = ["eager", "torch", pytest.param("compiled", marks=needs_compiler)]
 SHAPES = [(8, 24), (24, 8), (8, 24), (3, 8, 24), (8, 3, 2, 4), (16, 16)]
@@ -348,8 +348,7 @@ def test_trains_at_every_level(make: Any, level: str, dtype: str) -> None:
 
 @needs_compiler
 def test_bytes_of_a_parameter() -> None:
-    model, optimizer = with_optimizer(nn.Linear(128, 128, bias=False), torch.optim.Muon)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16")
+    model, optimizer = start_amp(nn.Linear(128, 128, bias=False), torch.optim.Muon, "O2", dtype="bfloat16")
     scaled_step(model(torch.ones(2, 128)).float().mean(), optimizer)
     found = halfstep.memory(model, optimizer)
     assert (found.weights + found.masters + found.state) / found.parameters == 8

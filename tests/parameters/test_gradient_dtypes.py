@@ -156,8 +156,8 @@ def test_passes_are_watched_while_gradients_may_be_bfloat16(casts: str) -> None:
 @pytest.mark.parametrize(("uses", "dtype"), [(1, BF16), (2, FP32), (64, FP32)])
 def test_the_sum_of_the_uses_of_a_weight_against_float64(uses: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model, optimizer = with_optimizer(nn.Linear(64, 64, bias=False), torch.optim.SGD, lr=0.0)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, emulate=False, verbosity=0)
+    model = nn.Linear(64, 64, bias=False)
+    model, optimizer = start_amp(model, torch.optim.SGD, "O2", dtype=BF16, emulate=False, lr=0.0)
     inputs = [torch.randn(8, 64).to(BF16) for _ in range(uses)]
     exact = model.weight.detach().double().requires_grad_()
     sum((x.double() @ exact.T).square().sum() for x in inputs).backward()

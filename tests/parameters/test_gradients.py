@@ -19,9 +19,7 @@ from halfstep.parameters import ledger as gradients
 from halfstep.stepping import prepare
 from halfstep.stepping.ranks import ddp_hook as reduction
 from tests.support.backends import skip_without_compiler
-from tests.support.worlds import HALVES, advance, scaled_backward, with_both_masters, with_optimizer
-
-in_both_halves = pytest.mark.parametrize("half", HALVES, ids=["bf16", "fp16"])
+from tests.support.worlds import advance, in_both_halves, scaled_backward, start_amp, with_both_masters
 
 
 @pytest.fixture
@@ -34,8 +32,8 @@ def start(
     half: torch.dtype, fused: bool, make: Callable[..., Any] = torch.optim.SGD, **options: Any
 ) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model, optimizer = with_optimizer(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), make, lr=1.0)
-    return amp.initialize(model, optimizer, opt_level="O2", dtype=half, fused=fused, verbosity=0, **options)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return start_amp(model, make, "O2", dtype=half, fused=fused, lr=1.0, **options)
 
 
 def loss_of(model: nn.Module, t: int) -> torch.Tensor:
@@ -125,9 +123,8 @@ def test_a_batch_makes_few_python_calls(half: torch.dtype, make: Any, fused: boo
     """At most two a parameter."""
     skip_without_compiler(fused)
     layers = 100
-    model, optimizer = with_optimizer(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))), make, lr=1e-3)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=half, fused=fused, verbosity=0)
-
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    model, optimizer = start_amp(model, make, "O2", dtype=half, fused=fused, lr=1e-3)
     for t in range(3):
         advance(loss_of(model, t), optimizer)
     loss, calls = loss_of(model, 3), 0

@@ -24,7 +24,7 @@ from halfstep.parameters.outside_writes import StepWrites
 from halfstep.parameters.plain import Plain
 from halfstep.parameters.split import adapt, master_value
 from halfstep.parameters.table import Slot, record_of
-from tests.support.worlds import BF16, FP32, scaled_step, with_optimizer
+from tests.support.worlds import BF16, FP32, scaled_step, start_amp
 
 needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 
@@ -136,8 +136,7 @@ def look_inside(keeper: MasterKeeper, optimizer: torch.optim.Optimizer) -> float
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_masters_are_loaded_from_values_of_any_dtype(saved: torch.dtype, fused: bool, stepped: bool) -> None:
     model: Any = nn.Linear(2, 2)  # two 16-bit numbers have the size of one fp32 number
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, fused=fused, verbosity=0)
+    model, optimizer = start_amp(model, torch.optim.SGD, "O2", dtype=BF16, fused=fused, lr=0.1)
     if stepped:
         scaled_step(model(torch.ones(1, 2)).float().sum(), optimizer)
     values = {name: (torch.arange(v.numel()).view_as(v) / 3).to(saved) for name, v in model.state_dict().items()}
@@ -159,8 +158,8 @@ def test_when_masters_are_gone_gradients_have_the_parameters_dtype(own: bool) ->
 
 
 def test_a_closure_may_bring_16_bit_gradients() -> None:
-    model, optimizer = with_optimizer(nn.Linear(2, 2, bias=False), torch.optim.SGD, lr=2.0**-12)
-    amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, loss_scale=1.0, fused=False, verbosity=0)
+    model: Any = nn.Linear(2, 2, bias=False)
+    model, optimizer = start_amp(model, torch.optim.SGD, "O2", dtype=BF16, loss_scale=1.0, fused=False, lr=2.0**-12)
     before = model.state_dict()["weight"].clone()
 
     def closure() -> float:

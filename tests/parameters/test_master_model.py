@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from halfstep import amp
+from tests.support.worlds import start_amp, with_both_masters
 
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
@@ -28,7 +29,7 @@ def start(fused: bool) -> tuple[Any, Any, torch.Tensor]:
     return model, optimizer, fp32
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@with_both_masters
 def test_every_part_is_fp32(fused: bool) -> None:
     model, _, fp32 = start(fused)
     masters = amp.master_model(model)
@@ -53,7 +54,7 @@ def test_copies_of_16_bit_weights_are_logged_and_those_of_masters_are_not(copied
     assert told == ([] if copied is amp.master_model else [True])
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@with_both_masters
 def test_it_computes_in_fp32(fused: bool) -> None:
     model, _, fp32 = start(fused)
     masters = amp.master_model(model).eval()
@@ -78,7 +79,7 @@ TRANSFORMS: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@with_both_masters
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_it_is_exported_and_transformed_as_any_model(transform: str, fused: bool) -> None:
     model, _, fp32 = start(fused)
@@ -87,12 +88,11 @@ def test_it_is_exported_and_transformed_as_any_model(transform: str, fused: bool
     torch.testing.assert_close(TRANSFORMS[transform](masters), plain, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@with_both_masters
 def test_a_frozen_weight_of_the_optimizer_is_fp32_in_it(fused: bool) -> None:
     model: Any = nn.Linear(4, 3)
     model.weight.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", fused=fused, verbosity=0)
+    model, optimizer = start_amp(model, torch.optim.SGD, "O2", dtype="bfloat16", fused=fused, lr=0.1)
     masters = amp.master_model(model)
     assert (masters.weight.dtype, masters.weight.requires_grad) == (torch.float32, False)
     assert torch.equal(masters.weight, model.weight.float())

@@ -217,23 +217,6 @@ def test_state_is_carried_from_step_to_step_wherever_it_came_from() -> None:
 # ---- writes to parameters
 
 
-@in_both_halves
-@torch.no_grad()
-def test_a_written_parameter_is_the_truth_and_the_rest_keeps_its_bits(half: torch.dtype) -> None:
-    p = param(dtype=half)
-    optimizer = sgd(p, lr=0.0)
-    masters = plain_masters(optimizer, {id(p): torch.full((2,), FINE)})
-    masters.adopt()
-    p[0] = 5.0
-    assert masters.table.master_of(p).read().tolist() == [5.0, FINE]
-    p.data[0] = 6.0  # leaves no version
-    assert masters.table.master_of(p).read().tolist() == [6.0, FINE]
-    with torch.enable_grad():
-        step(masters, optimizer)
-    assert p.tolist() == [6.0, 1.0]
-    assert [master.tolist() for _, master in masters.pairs()] == [[6.0, FINE]]
-
-
 @torch.no_grad()
 def test_a_parameter_whose_data_was_only_looked_at_was_not_written() -> None:
     p = param()
@@ -246,19 +229,6 @@ def test_a_parameter_whose_data_was_only_looked_at_was_not_written() -> None:
     with torch.enable_grad():
         step(masters, optimizer)
     assert master_of(masters, p) == FINE
-
-
-@torch.no_grad()
-def test_a_write_sets_the_master_and_returns_what_is_to_be_written_to_the_parameter() -> None:
-    for half in (BF16, FP16):
-        p = param(dtype=half)
-        optimizer = sgd(p)
-        masters = plain_masters(optimizer)
-        masters.adopt()
-        rounded = masters.table.master_of(p).write(torch.tensor([2.0, 3.0 + 2.0**-11]))
-        assert (rounded.dtype, rounded.tolist()) == (half, [2.0, 3.0])
-        p.copy_(rounded)
-        assert masters.table.master_of(p).read().tolist() == [2.0, 3.0 + 2.0**-11]
 
 
 WRITES: dict[str, Any] = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import amp, kernels, optimizers
-from tests.support.worlds import scaled_backward
+from halfstep import kernels, optimizers
+from tests.support.worlds import scaled_backward, start_amp
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -18,11 +18,8 @@ from tests.support.worlds import scaled_backward
 @pytest.mark.parametrize("backend", ["compiled", "eager", "torch"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_cleared_gradients_are_freed(half: torch.dtype, level: str, backend: str, fused: bool) -> None:
-    model: Any = nn.Linear(4, 2)
-    optimizer = (optimizers.FusedSGD if fused else torch.optim.SGD)(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, dtype=half, fused=False, loss_scale=128.0, verbosity=0
-    )
+    make = optimizers.FusedSGD if fused else torch.optim.SGD
+    model, optimizer = start_amp(nn.Linear(4, 2), make, level, dtype=half, fused=False, loss_scale=128.0, lr=0.1)
     with kernels.backend(backend):
         for _ in range(2):  # in the first step tables are made, in the second they are used again
             for _ in range(2):  # the second pass adds to what the first one left

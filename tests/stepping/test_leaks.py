@@ -19,7 +19,15 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep import OpLists, Policy, amp, fp16_utils, multi_tensor, optimizers, static
-from tests.support.worlds import read_back, scaled_backward, scaled_step, step_and_clear, unscaled_step, with_optimizer
+from tests.support.worlds import (
+    read_back,
+    scaled_backward,
+    scaled_step,
+    start_amp,
+    step_and_clear,
+    unscaled_step,
+    with_optimizer,
+)
 
 pytestmark = pytest.mark.exhaustive
 
@@ -45,9 +53,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 def initialized(level: str, make: Any = adam, **options: Any) -> tuple[Any, Any]:
-    model = net()
-    options = {"dtype": torch.float16, "loss_scale": "dynamic", **options}
-    return amp.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **options)
+    return start_amp(net(), make, level, **{"dtype": torch.float16, "loss_scale": "dynamic", **options})
 
 
 def by_level(level: str, make: Any = adam, overflows: bool = False, step: bool = True, **options: Any) -> Iteration:
@@ -132,21 +138,13 @@ def by_fp16_optimizer() -> Iteration:
 
 def fused(make: Any, **options: Any) -> Iteration:
     model, optimizer = with_optimizer(net().bfloat16(), make, master_weights=True, max_grad_norm=1.0, **options)
-
-    def iterate(i: int) -> None:
-        unscaled_step(F.cross_entropy(model(X.bfloat16()).float(), Y), optimizer)
-
-    return iterate
+    return lambda i: unscaled_step(F.cross_entropy(model(X.bfloat16()).float(), Y), optimizer)
 
 
 def released() -> Iteration:
     model, optimizer = initialized("O2", optimizers.FusedAdam)
     optimizer.attach(model)
-
-    def iterate(i: int) -> None:
-        scaled_step(loss_of(model), optimizer)
-
-    return iterate
+    return lambda i: scaled_step(loss_of(model), optimizer)
 
 
 def attached_and_removed() -> Iteration:
@@ -224,12 +222,8 @@ def masters_looked_at() -> Iteration:
 
 
 def copied() -> Iteration:
-    model, optimizer = initialized("O2", optimizers.FusedAdam)
-
-    def iterate(i: int) -> None:
-        copy.deepcopy((model, optimizer))
-
-    return iterate
+    pair = initialized("O2", optimizers.FusedAdam)
+    return lambda i: copy.deepcopy(pair)
 
 
 def groups_added() -> Iteration:
@@ -268,11 +262,8 @@ def functions() -> Iteration:
 
 def lists_of_tensors() -> Iteration:
     flag, tensors = torch.zeros(1, dtype=torch.int), [torch.ones(3), torch.ones(2, 2)]
-
-    def iterate(i: int) -> None:
-        multi_tensor.multi_tensor_applier(multi_tensor.multi_tensor_scale, flag, [tensors, tensors], 1.0)
-
-    return iterate
+    apply, scale = multi_tensor.multi_tensor_applier, multi_tensor.multi_tensor_scale
+    return lambda i: apply(scale, flag, [tensors, tensors], 1.0)
 
 
 def refused() -> Iteration:

@@ -121,10 +121,6 @@ def test_the_master_model_is_the_masters_as_a_model(fused: bool, half: torch.dty
 # ---- copies and row 15: any order of load and initialize
 
 
-def copied(pair: Any) -> Any:
-    return copy.deepcopy(pair)
-
-
 def pickled(pair: Any) -> Any:
     return pickle.loads(pickle.dumps(pair))
 
@@ -132,7 +128,7 @@ def pickled(pair: Any) -> Any:
 @in_both_halves
 @with_both_masters
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
-@pytest.mark.parametrize("way", [copied, pickled])
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
 def test_a_copy_of_model_and_optimizer_trains(
     way: Callable[[Any], Any], name: str, fused: bool, half: torch.dtype
 ) -> None:

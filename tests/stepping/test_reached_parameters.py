@@ -33,10 +33,6 @@ def pair(level: str, dtype: str, *, scale: Any = SCALE, fused: bool = True) -> t
     return *models, *opts
 
 
-def backward(loss: torch.Tensor, named: Any) -> None:
-    scaled_backward(loss, named)
-
-
 def trunk_loss(trunk: nn.Module) -> torch.Tensor:
     return trunk(X).float().square().sum()
 
@@ -58,10 +54,10 @@ def test_what_a_pass_brings_is_unscaled_once_wherever_it_comes(
     trunk, head, of_trunk, of_head = pair(level, dtype)
     one, two, of_one, of_two = pair(level, dtype, scale=1.0)  # the same without a scale
     if before:
-        backward(trunk_loss(trunk), of_trunk)
-        backward(trunk_loss(one), [of_one, of_two])
-    backward(joint_loss(trunk, head), {"head": of_head, "trunk": of_trunk, "both": [of_trunk, of_head]}[named])
-    backward(joint_loss(one, two), [of_one, of_two])
+        scaled_backward(trunk_loss(trunk), of_trunk)
+        scaled_backward(trunk_loss(one), [of_one, of_two])
+    scaled_backward(joint_loss(trunk, head), {"head": of_head, "trunk": of_trunk, "both": [of_trunk, of_head]}[named])
+    scaled_backward(joint_loss(one, two), [of_one, of_two])
     expected = grads(one, two)
     assert len(expected) == 4
     torch.testing.assert_close([*grads(trunk, head)], [*expected], rtol=2.0**-7, atol=2.0**-7)
@@ -72,9 +68,9 @@ def test_what_a_pass_brings_is_unscaled_once_wherever_it_comes(
 
 def test_a_pass_that_does_not_reach_an_optimizer_leaves_its_gradients_alone() -> None:
     trunk, head, of_trunk, of_head = pair("O2", "float16")
-    backward(trunk_loss(trunk), of_trunk)
+    scaled_backward(trunk_loss(trunk), of_trunk)
     before = [(p.grad, p.grad._version) for p in trunk.parameters()]
-    backward(head(X).float().sum(), of_head)
+    scaled_backward(head(X).float().sum(), of_head)
     assert [(p.grad, p.grad._version) for p in trunk.parameters()] == before
 
 
@@ -83,7 +79,7 @@ def test_an_overflow_skips_the_step_of_the_optimizer_that_has_it_until_it_is_cle
     trunk, head, of_trunk, of_head = pair("O2", "float16", scale="dynamic")
     (weight, _) = trunk.parameters()
     weight.register_hook(lambda grad: grad * float("inf"))
-    backward(joint_loss(trunk, head), of_head)
+    scaled_backward(joint_loss(trunk, head), of_head)
     of_head.step()
     assert amp.steps_skipped(of_head) == 0, "its own gradients are finite"
     if cleared:
@@ -96,11 +92,11 @@ def test_an_overflow_skips_the_step_of_the_optimizer_that_has_it_until_it_is_cle
 
 def test_a_failed_pass_puts_back_the_gradients_of_every_optimizer() -> None:
     trunk, head, of_trunk, of_head = pair("O2", "float16")
-    backward(joint_loss(trunk, head), of_trunk)
+    scaled_backward(joint_loss(trunk, head), of_trunk)
     before = grads(trunk, head)
     trunk.weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        backward(joint_loss(trunk, head), of_head)
+        scaled_backward(joint_loss(trunk, head), of_head)
     assert all(map(torch.equal, grads(trunk, head), before))
 
 
@@ -113,9 +109,9 @@ def test_a_pass_that_reaches_a_released_optimizer_must_name_it() -> None:
     of_trunk.attach(trunk)
     before = trunk.weight.detach().clone()
     with pytest.raises(UsageError, match=r"Name all optimizers: amp.scale_loss\(loss, \[first, second\]\)"):
-        backward(joint_loss(trunk, head), of_head)
+        scaled_backward(joint_loss(trunk, head), of_head)
     assert torch.equal(trunk.weight, before)
-    backward(joint_loss(trunk, head), [of_trunk, of_head])
+    scaled_backward(joint_loss(trunk, head), [of_trunk, of_head])
     assert not torch.equal(trunk.weight, before)
 
 
@@ -153,6 +149,6 @@ def test_blocks_of_two_optimizers_may_be_nested() -> None:
     found = grads(trunk, head)
     for optimizer in (of_trunk, of_head):
         optimizer.zero_grad()
-    backward(trunk_loss(trunk), of_trunk)
-    backward(head(X).float().square().sum(), of_head)
+    scaled_backward(trunk_loss(trunk), of_trunk)
+    scaled_backward(head(X).float().square().sum(), of_head)
     assert all(map(torch.equal, found, grads(trunk, head)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ class Loop:
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
         self.model, self.optimizer = start_amp(model, make, level, dtype=dtype, lr=0.01, **options)
+        self.torchs_scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.our_scaler = amp.GradScaler(init_scale=8.0)
 
     def loss(self) -> torch.Tensor:
         loss: torch.Tensor = self.model(X).float().square().mean()
@@ -81,13 +84,11 @@ def block_inside(scaler: Any, loop: Loop) -> None:
 
 
 def block_inside_torchs_scaler(loop: Loop) -> None:
-    scaler = vars(loop).setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=8.0))
-    block_inside(scaler, loop)
+    block_inside(loop.torchs_scaler, loop)
 
 
 def block_inside_our_scaler(loop: Loop) -> None:
-    scaler = vars(loop).setdefault("scaler", amp.GradScaler(init_scale=8.0))
-    block_inside(scaler, loop)
+    block_inside(loop.our_scaler, loop)
 
 
 def backward_after_the_block(loop: Loop) -> None:
@@ -127,14 +128,6 @@ def clip_two_values_in_the_block(loop: Loop) -> None:
     clip_in_the_block(loop, clip, 0.1)
 
 
-def clip_to_a_quarter_in_the_block(loop: Loop) -> None:
-    clip_in_the_block(loop, limit=0.25)
-
-
-def clip_to_four_digits_in_the_block(loop: Loop) -> None:
-    clip_in_the_block(loop, limit=0.01234)
-
-
 FORGOTTEN = r"step\(\) uses gradients that did not come through amp\.scale_loss"
 TWICE = r"the loss is multiplied by two loss scales"
 MISSED = r"ended without a backward pass through its scaled loss"
@@ -162,9 +155,9 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Loop], None], str, str]] = {
     "backward after it, bfloat16": ({"dtype": BF16, "loss_scale": 64.0}, backward_after_the_block, MISSED, ""),
     "clipped in the block, O1": (O1, clip_in_the_block, CLIPPED, "with amp.scale_loss"),
     "clipped in the block, O2": (O2, clip_in_the_block, CLIPPED, "with amp.scale_loss"),
-    "clipped to 0.25": (O2, clip_to_a_quarter_in_the_block, CLIPPED, ""),
+    "clipped to 0.25": (O2, partial(clip_in_the_block, limit=0.25), CLIPPED, ""),
     "values clipped in the block": (O1, clip_values_in_the_block, CLIPPED, ""),
-    "clipped to a number that few people write": (O1, clip_to_four_digits_in_the_block, CLIPPED, ""),
+    "clipped to a number that few people write": (O1, partial(clip_in_the_block, limit=0.01234), CLIPPED, ""),
     "two values clipped in the block": (O1, clip_two_values_in_the_block, CLIPPED, ""),
     "values clipped in the block, O2": (O2, clip_values_in_the_block, CLIPPED, ""),
 }
@@ -247,35 +240,31 @@ def release(loop: Loop) -> None:
 
 
 def torchs_scaler_alone(loop: Loop) -> None:
-    scaler = vars(loop).setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=8.0))
-    scaler.scale(loop.loss()).backward()
-    scaler.unscale_(loop.optimizer)
+    loop.torchs_scaler.scale(loop.loss()).backward()
+    loop.torchs_scaler.unscale_(loop.optimizer)
     nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
-    scaler.step(loop.optimizer)
-    scaler.update()
+    loop.torchs_scaler.step(loop.optimizer)
+    loop.torchs_scaler.update()
     loop.optimizer.zero_grad()
 
 
 def torchs_scaler_off(loop: Loop) -> None:
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    block_inside(scaler, loop)
+    block_inside(torch.amp.GradScaler("cpu", enabled=False), loop)
 
 
 def our_scaler_alone(loop: Loop) -> None:
-    scaler = vars(loop).setdefault("scaler", amp.GradScaler(init_scale=1024.0))
-    scaler.scale(loop.loss()).backward()
-    scaler.clip_grad_norm_(loop.optimizer, 1.0)
-    scaler.step(loop.optimizer)
-    scaler.update()
+    loop.our_scaler.scale(loop.loss()).backward()
+    loop.our_scaler.clip_grad_norm_(loop.optimizer, 1.0)
+    loop.our_scaler.step(loop.optimizer)
+    loop.our_scaler.update()
     loop.optimizer.zero_grad()
 
 
 def accumulated_by_our_scaler(loop: Loop) -> None:
-    scaler = vars(loop).setdefault("scaler", amp.GradScaler(init_scale=1024.0))
     for _ in range(3):
-        scaler.scale(loop.loss()).backward()
-    scaler.step(loop.optimizer)
-    scaler.update()
+        loop.our_scaler.scale(loop.loss()).backward()
+    loop.our_scaler.step(loop.optimizer)
+    loop.our_scaler.update()
     loop.optimizer.zero_grad(set_to_none=False)
 
 
@@ -422,10 +411,10 @@ def test_nothing_looks_at_a_settled_training(dtype: torch.dtype) -> None:
 
 def test_blocks_that_begin_later_below_a_scaler_of_torch_are_warned_of() -> None:
     # Two dynamic scales overflow together, and without a C++ compiler torch's scaler then does not call the step.
-    loop, scaler = Loop(loss_scale=128.0), torch.amp.GradScaler("cpu", init_scale=8.0)
-    advance(loop.loss(), loop.optimizer, scaler)
+    loop = Loop(loss_scale=128.0)
+    advance(loop.loss(), loop.optimizer, loop.torchs_scaler)
     with pytest.warns(UserWarning, match=TWICE):
-        block_inside(scaler, loop)
+        block_inside_torchs_scaler(loop)
 
 
 def test_gradients_are_looked_at_for_clipping_in_five_passes() -> None:

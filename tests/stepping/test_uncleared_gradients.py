@@ -16,7 +16,15 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import LossScaleCollapsed
 from tests.stepping.test_overflow import BAD, Reads
 from tests.support.doors import open_door
-from tests.support.worlds import FP16, scaled_backward, scaled_step, start_amp, step_and_clear, with_optimizer
+from tests.support.worlds import (
+    FP16,
+    assert_equal,
+    scaled_backward,
+    scaled_step,
+    start_amp,
+    step_and_clear,
+    with_optimizer,
+)
 
 OVERFLOWS = 3
 """The step whose gradients are not finite."""
@@ -28,11 +36,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=1e-2),
 }
 FACES = ["O1", "O2", "O2, fused=False", "handle", "wrap_optimizer", "FP16_Optimizer"]
-
-
-def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    assert all(t.isfinite().all() for t in ours)
-    assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -14,7 +14,7 @@ from torch import nn
 import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
-from tests.support.worlds import scaled_step, with_optimizer
+from tests.support.worlds import advance, scaled_step, start_amp, with_optimizer
 
 RATE, STEPS = 1e-4, 20  # 16-bit weights of 1.0 would lose each of these updates
 
@@ -154,19 +154,13 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 def start(wrapper: str, name: str, level: str, **options: Any) -> tuple[nn.Module, Any]:
     model = nn.Linear(8, 8, bias=False)
     nn.init.ones_(model.weight)
-    optimizer = WRAPPERS[wrapper](OPTIMIZERS[name](model.parameters()))
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)  # type: ignore[no-any-return]
+    return start_amp(model, lambda params: WRAPPERS[wrapper](OPTIMIZERS[name](params)), level, **options)
 
 
 def train(model: Any, optimizer: Any, door: str, steps: int = STEPS) -> None:
-    scaler = amp.GradScaler(init_loss_scaling=8.0)
+    scaler = amp.GradScaler(init_loss_scaling=8.0) if door == "GradScaler" else None
     for _ in range(steps):
-        loss = model(torch.ones(2, 8)).float().sum()
-        if door == "GradScaler":
-            scaled_step(loss, optimizer, scaler)
-        else:
-            scaled_step(loss, optimizer)
-        optimizer.zero_grad()
+        advance(model(torch.ones(2, 8)).float().sum(), optimizer, scaler)
 
 
 def truth(model: Any) -> torch.Tensor:
@@ -275,7 +269,7 @@ class Counting(torch.optim.SGD):
 def test_a_step_that_calls_the_one_above_its_own_type_does_not_call_itself(level: str) -> None:
     model: Any = nn.Linear(2, 2)
     before = model.weight.detach().clone()
-    model, optimizer = amp.initialize(model, Counting(model.parameters(), lr=0.5), opt_level=level, verbosity=0)
+    model, optimizer = start_amp(model, Counting, level, lr=0.5)
     scaled_step(model(torch.ones(1, 2)).sum(), optimizer)
     assert optimizer.calls == 1
     assert torch.equal(next(iter(amp.master_params(optimizer))), before - 0.5)
