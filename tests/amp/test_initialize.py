@@ -299,12 +299,6 @@ def test_default_dtype_on_cpu_is_bfloat16_with_a_static_scale(level: str, caplog
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
 
 
-@pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O1", 65536.0), ("O2", 65536.0), ("O3", 1.0)])
-def test_default_scale_in_float16(level: str, scale: float) -> None:
-    start(level, torch.float16)
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
-
-
 @pytest.mark.parametrize(("alias", "level"), [("O4", "O1"), ("O5", "O2")])
 def test_rocm_levels(alias: str, level: str) -> None:
     amp.initialize(*fresh(), opt_level=alias, verbosity=0)

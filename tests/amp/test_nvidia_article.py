@@ -112,5 +112,3 @@ def test_a_weight_of_an_rnn_cell_is_cast_once_in_a_call_of_its_model(by: str) ->
         for weight in (model.cell.weight_ih, model.cell.weight_hh):
             assert casts_in_graph(hidden, weight) == (1 if by == "initialize" else 3)
         advance(hidden.float().sum(), optimizer, by=amp if by == "initialize" else handle)
-    if by == "init":
-        handle._deactivate()

@@ -453,16 +453,19 @@ class Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, y = ctx.saved_tensors
+        assert product() is FP32
         assert not torch.is_autocast_enabled("cpu")
         return grad.to(y.dtype) @ y.mT, x.mT @ grad.to(x.dtype)
 
 
-def test_custom_autograd_function() -> None:
+def test_the_forward_of_a_function_is_cast_and_its_backward_inside_a_scope_is_not() -> None:
     x, y = X.clone().requires_grad_(), X.mT.clone().requires_grad_()
     with scope():
         out = Square.apply(x, y)
         assert out.dtype is BF16
         out.float().sum().backward()
+        torch.autograd.grad(Square.apply(x, y).float().sum(), x)
+        assert product() is BF16
     assert x.grad.dtype is FP32
 
 
@@ -495,25 +498,6 @@ def test_double_backward() -> None:
             penalty.backward()
         assert weight.grad.abs().sum() > 0
         weight.grad = None
-
-
-def test_backward_inside_a_scope_is_not_cast() -> None:
-    x = X.clone().requires_grad_()
-
-    class Watch(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            assert product() is FP32
-            return grad
-
-    with scope():
-        Watch.apply(x).sum().backward()
-        torch.autograd.grad(Watch.apply(x).sum(), x)
-        assert product() is BF16
 
 
 @pytest.mark.parametrize("warm", [False, True])

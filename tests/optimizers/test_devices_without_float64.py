@@ -68,11 +68,7 @@ def plain(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
 
 def scaled(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
     amp.initialize(model, optimizer, opt_level="O2", dtype=torch.float16, loss_scale="dynamic", verbosity=0)
-
-    def step(loss: torch.Tensor) -> None:
-        scaled_step(loss, optimizer)
-
-    return step
+    return lambda loss: scaled_step(loss, optimizer)
 
 
 def by_scaler(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
@@ -89,21 +85,13 @@ def by_scaler(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None
 
 def deferred(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
     scaler = amp.GradScaler(init_loss_scaling=1024.0)
-
-    def step(loss: torch.Tensor) -> None:
-        scaled_step(loss, optimizer, scaler)
-
-    return step
+    return lambda loss: scaled_step(loss, optimizer, scaler)
 
 
 def released(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
     scaler = amp.GradScaler(init_loss_scaling=1024.0)
     optimizer.attach(model, release=True, scaler=scaler)
-
-    def step(loss: torch.Tensor) -> None:
-        scaled_step(loss, optimizer, scaler)
-
-    return step
+    return lambda loss: scaled_step(loss, optimizer, scaler)
 
 
 WAYS = {"plain": plain, "scale_loss": scaled, "GradScaler": by_scaler, "deferred": deferred, "release": released}

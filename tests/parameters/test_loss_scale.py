@@ -539,10 +539,7 @@ def test_a_rule_is_itself() -> None:
         with pytest.raises(UsageError, match=r"max_loss_scale=None was given beside loss_scale=.*bounds of its own"):
             make_loss_scale(rule, None, None)
     handle = amp.init(loss_scale=DynamicLossScale(init_scale=8.0))
-    try:
-        assert handle.new_scaler("one").loss_scale() == 8.0
-    finally:
-        handle._deactivate()
+    assert handle.new_scaler("one").loss_scale() == 8.0
 
 
 @pytest.mark.parametrize("scale", [0.0, -2.0, math.inf, math.nan])

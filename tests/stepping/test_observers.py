@@ -15,19 +15,23 @@ from halfstep.core.errors import UsageError
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.numerics import Monitor
 from halfstep.stepping.attached import AttachedOptimizer, attached_to, creation_callbacks
-from tests.support.worlds import advance, scaled_step, with_optimizer
+from tests.support.worlds import advance, scaled_step, start_amp, with_optimizer
 
 
 @contextmanager
 def noting(optimizer: Any = None) -> Iterator[Recording]:
     with recording() as noted:
-        if attached := attached_to(optimizer):
-            noted.see_created(attached)
+        if found := attached_to(optimizer):
+            noted.see_created(found)
         yield noted
 
 
 def model_and_optimizer(kind: type[torch.optim.Optimizer]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return with_optimizer(torch.nn.Linear(4, 1), kind, lr=1e-3)
+
+
+def attached(level: str, **options: Any) -> tuple[Any, Any]:
+    return start_amp(torch.nn.Linear(4, 1), torch.optim.SGD, level, lr=1e-3, **options)
 
 
 FACTORS = (1.0, float("inf"), 1.0)
@@ -58,8 +62,7 @@ def test_a_monitor_knows_the_scale_after_it_has_moved() -> None:
 
 
 def test_the_scale_is_the_one_before_the_update_in_a_scale_loss_block() -> None:
-    model, optimizer = model_and_optimizer(torch.optim.SGD)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+    model, optimizer = attached("O1", loss_scale="dynamic")
     (amp._amp_state.loss_scalers[0])._loss_scale = 64.0
     with noting(optimizer) as noted:
         for factor in FACTORS:
@@ -81,8 +84,7 @@ def test_the_scale_of_delayed_passes_is_seen() -> None:
 
 
 def test_a_loss_without_a_scale_has_none() -> None:
-    model, optimizer = model_and_optimizer(torch.optim.SGD)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
+    model, optimizer = attached("O2", loss_scale=1.0)
     with noting(optimizer) as noted:
         scaled_step(model(torch.ones(2, 4)).float().mean(), optimizer)
     assert next(iter(noted.of.values())).scales == {}
@@ -92,19 +94,18 @@ def test_every_attached_optimizer_is_announced() -> None:
     made: list[AttachedOptimizer] = []
     creation_callbacks.append(made.append)
     try:
-        model, optimizer = model_and_optimizer(torch.optim.SGD)
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        _model, optimizer = attached("O1")
         other, plain = model_and_optimizer(torch.optim.SGD)
         scaler = amp.GradScaler()
         scaler.scale(other(torch.ones(2, 4)).mean()).backward()
         scaler.step(plain)
     finally:
         creation_callbacks.remove(made.append)
-    assert [attached.optimizer for attached in made] == [optimizer, plain]
+    assert [one.optimizer for one in made] == [optimizer, plain]
 
 
 def test_a_step_that_is_refused_inside_of_a_block_is_none_for_observers() -> None:
-    model, optimizer = amp.initialize(*model_and_optimizer(torch.optim.SGD), opt_level="O2", verbosity=0)
+    model, optimizer = attached("O2")
     with noting(optimizer) as noted, amp.scale_loss(model(torch.ones(2, 4)).mean(), optimizer) as scaled_loss:
         scaled_loss.backward()
         with pytest.raises(UsageError, match=r"inside a scale_loss block.*\. Call it after the block"):
@@ -113,7 +114,7 @@ def test_a_step_that_is_refused_inside_of_a_block_is_none_for_observers() -> Non
 
 
 def test_a_step_in_a_hook_of_the_backward_pass_names_gradient_release() -> None:
-    model, optimizer = amp.initialize(*model_and_optimizer(torch.optim.SGD), opt_level="O2", verbosity=0)
+    model, optimizer = attached("O2")
     next(model.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with (
         pytest.raises(UsageError, match=r"inside a scale_loss block.*release=True.*leave out the block"),

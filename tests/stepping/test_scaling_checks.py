@@ -375,7 +375,6 @@ def test_fp16_optimizer_and_the_handle_scale_by_themselves() -> None:
     other, sgd = with_optimizer(nn.Linear(4, 2), torch.optim.SGD, 0.01)
     for _ in range(2):
         advance(other(X).float().mean(), sgd, by=handle)
-    handle._deactivate()
 
 
 def test_gradients_clipped_before_our_scaler_unscales_them() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from halfstep import amp
+from tests.support.worlds import BF16, scaled_backward
 
 
 class Orthogonal(torch.optim.Optimizer):
@@ -66,28 +67,21 @@ SCOPES: dict[str, Callable[[], Any]] = {
 }
 
 
-def start(level: str, kind: str) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4, bias=False)
-    optimizer = KINDS[kind](Orthogonal(model.parameters()))
-    options = {} if level == "O0" else {"dtype": torch.bfloat16}
-    return amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0, **options)  # type: ignore
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("closure", [False, True], ids=["bare", "closure"])
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_products_in_a_step_are_fp32(level: str, scope: str, closure: bool, kind: str) -> None:
-    model, optimizer = start(level, kind)
+    model: Any = nn.Linear(4, 4, bias=False)
+    optimizer = KINDS[kind](Orthogonal(model.parameters()))
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=BF16, loss_scale=1.0, verbosity=0)
     outputs = []
 
     def evaluate() -> torch.Tensor:
         optimizer.zero_grad()
         outputs.append(nn.functional.linear(torch.ones(2, 4), torch.ones(4, 4)).dtype)
-        with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        return scaled_loss
+        scaled_backward(loss := model(torch.ones(2, 4)).float().sum(), optimizer)
+        return loss
 
     with SCOPES[scope]():
         if closure:
