@@ -42,6 +42,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
         params, lr=0.02, weight_decay=0.1, adam_w_mode=False, amsgrad=True
     ),
     "Adam, bf16 moment": lambda params: optimizers.FusedAdam(params, lr=0.02, state_dtype=BF16),
+    "Muon": lambda params: optimizers.FusedMuon(params, lr=0.02, use_muon=lambda _, p: p.dim() == 2),
     "SGD": lambda params: optimizers.FusedSGD(params, lr=0.1),
     "SGD, dampening": lambda params: optimizers.FusedSGD(params, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
     "Adagrad": lambda params: optimizers.FusedAdagrad(params, lr=0.1),
