@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from halfstep import amp
 from tests.casting.test_scopes import casts_in_graph
-from tests.support.worlds import advance, unscaled_step
+from tests.support.worlds import Made, advance, unscaled_step
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -85,23 +85,17 @@ def test_linear_casts_its_arguments_as_the_wrapper_of_the_article(dtype: torch.d
     torch.testing.assert_close(found, expected)
 
 
-class Unrolled(nn.Module):
-    """An RNN cell, called once for each timestep with the same fp32 weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.RNNCell(4, 8)
-
-    def forward(self, xs: torch.Tensor) -> torch.Tensor:
-        hidden = torch.zeros(2, 8)
-        for x in xs:
-            hidden = self.cell(x, hidden)
-        return hidden
+def unrolled(self: Any, xs: torch.Tensor) -> torch.Tensor:
+    """Call an RNN cell once for each timestep with the same fp32 weights."""
+    hidden = torch.zeros(2, 8)
+    for x in xs:
+        hidden = self.cell(x, hidden)
+    return hidden
 
 
 @pytest.mark.parametrize("by", ["initialize", "init"])
 def test_a_weight_of_an_rnn_cell_is_cast_once_in_a_call_of_its_model(by: str) -> None:
-    model = Unrolled()
+    model = Made(unrolled, cell=nn.RNNCell(4, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if by == "initialize":
         amp.initialize(model, optimizer, dtype=torch.bfloat16, verbosity=0)

@@ -18,6 +18,7 @@ from tests.stepping.test_overflow import BAD, Reads
 from tests.support.doors import open_door
 from tests.support.worlds import (
     FP16,
+    Made,
     assert_equal,
     scaled_backward,
     scaled_step,
@@ -239,19 +240,6 @@ def test_a_closure_that_does_not_clear_is_run_again_without_them(fused: bool) ->
 # ---- several optimizers
 
 
-class TwoHeads(nn.Module):
-    """A layer that both optimizers have, and a layer for each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.heads = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
-
-    def forward(self, x: torch.Tensor, i: int) -> torch.Tensor:
-        out: torch.Tensor = self.heads[i](self.body(x))
-        return out
-
-
 ORDERS = {  # what happens, to which optimizer; "!" is a pass that overflows
     "the first skips, then the second has a pass": "0! s0 1 s1",
     "both have passes, the first steps first": "0! 1 s0 s1",
@@ -265,7 +253,8 @@ ORDERS = {  # what happens, to which optimizer; "!" is a pass that overflows
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("level", ["O1", "O2", "handle"])
 def test_an_overflow_in_a_shared_parameter_counts_for_both(level: str, order: str, fused: bool) -> None:
-    model: Any = TwoHeads()
+    heads = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+    model: Any = Made(lambda self, x, i: self.heads[i](self.body(x)), body=nn.Linear(4, 4), heads=heads)
     made: Any = [
         torch.optim.SGD([*model.body.parameters(), *head.parameters()], lr=0.1, fused=fused) for head in model.heads
     ]
