@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from halfstep.cli.compare import command
-from halfstep.numerics import Monitor, Row, save_rows
+from halfstep.numerics import Monitor
 
 
 @pytest.fixture
@@ -42,19 +42,3 @@ def test_a_page_is_written(saved: Path) -> None:
     page = (saved / "pages" / "p.html").read_text(encoding="utf-8")
     assert "halfstep compare a.jsonl b.jsonl --html=pages/p.html" in page
     assert "First divergence: 1: output" in page
-
-
-def test_files_of_something_else_are_refused(saved: Path) -> None:
-    (saved / "c.jsonl").write_text("{}\n")
-    save_rows(saved / "d.jsonl", [Row(7, "other", "output")])
-    for other, said in (("c.jsonl", "c.jsonl has no rows"), ("d.jsonl", "no row in common"), ("e", "does not exist")):
-        result = CliRunner().invoke(command, ["a.jsonl", other])
-        assert result.exit_code in (1, 2)
-        assert said in " ".join(result.output.split())
-
-
-def test_a_page_that_cannot_be_written_is_refused_first(saved: Path) -> None:
-    result = CliRunner().invoke(command, ["a.jsonl", "b.jsonl", "--html", "a.jsonl/p.html"])
-    assert result.exit_code == 1
-    assert "a.jsonl/p.html cannot be written" in result.output
-    assert "against" not in result.output

@@ -60,17 +60,3 @@ def test_lists_of_another_level_and_of_one_s_own(level: str, monkeypatch: pytest
     lists = OpLists.custom(["exp", "log"], ["matmul"], wide=["linear"], level=level)
     ops = ["exp", "log", "matmul", "linear", "softmax"]
     assert rows(run(monkeypatch, *ops, *options)) == [tuple(entry) for entry in entries(ops, lists=lists)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["sofmax"], "'sofmax' is not an op of torch or Paddle. Did you mean 'softmax'"),
-        (["--white", "exp", "--black", "exp"], "exp cannot run in both precisions"),
-        (["--level", "O3"], "'O3' is not one of"),
-    ],
-)
-def test_what_cannot_be_is_a_usage_error(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["oplists", *arguments], terminal_width=200)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())

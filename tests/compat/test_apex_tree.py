@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from halfstep import amp as ours
 from halfstep import apex as tree
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.core.errors import UsageError
 from tests.support.python import python
 from tests.support.worlds import assert_equal
 
@@ -145,11 +145,6 @@ def test_syncbn_pieces_make_a_batchnorm(dtype: torch.dtype, c_last: bool, affine
         fused = syncbn.batchnorm_forward_c_last(xs[0], z, mean, inv_std, weight, shift, True)
         passed = syncbn.relu_bw_c_last(dys[0], xs[0], z, mean, inv_std, weight, shift)
         assert torch.equal(passed != 0, (fused > 0) & (dys[0] != 0))
-
-
-def test_unknown_modules_are_not_found(installed: None) -> None:
-    with pytest.raises(ModuleNotFoundError, match="apex"):
-        importlib.import_module("apex.transformer")
 
 
 COMPILED = (
@@ -291,8 +286,6 @@ def test_mlp() -> None:
     hidden = torch.relu(F.linear(x, module.weight_0, module.bias_0))
     assert torch.equal(module(x), torch.relu(F.linear(hidden, module.weight_1, module.bias_1)))
     assert [name for name, _ in MLP([4, 2], bias=False).named_parameters()] == ["weight_0"]
-    with pytest.raises(ArgumentTypeError, match="'none', 'relu' or 'sigmoid'"):
-        MLP([4, 2], activation="gelu")
 
 
 def test_fused_dense() -> None:
@@ -302,8 +295,6 @@ def test_fused_dense() -> None:
     expected = F.linear(F.gelu(F.linear(x, module.weight1, module.bias1)), module.weight2, module.bias2)
     assert torch.equal(module(x), expected)
     assert isinstance(FusedDense(4, 2), nn.Linear)
-    with pytest.raises(ArgumentValueError, match="bias=False"):
-        FusedDenseGeluDense(4, 8, 2, bias=False)
 
 
 @pytest.mark.parametrize(

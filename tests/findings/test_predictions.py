@@ -103,10 +103,6 @@ def test_predicted_is_measured(case: Case) -> None:
     assert predicted.fraction == pytest.approx(lost / moving, abs=0.01)
 
 
-def test_there_are_20_cases() -> None:
-    assert len(CASES) == 20
-
-
 def test_automodel_3875_to_the_digit() -> None:
     """NVIDIA-NeMo/Automodel#3875: a weight of 1.0, a gradient of 0.01, lr 6e-4, 100 steps of AdamW."""
     ends = {}

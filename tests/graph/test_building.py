@@ -352,10 +352,3 @@ def test_auto_cast_around_a_program_is_an_error(level: str) -> None:
     with amp.auto_cast(level=level), pytest.raises(UsageError, match=r"static\.amp\.decorate\(optimizer"):
         nn.Linear(4, 1)(x)
     assert nn.Linear(4, 1)(x).mean().dtype is torch.float32
-
-
-def test_a_scaler_of_eager_mode_is_an_error() -> None:
-    """scaler.minimize(optimizer, scaled) had stepped without a gradient, and the program did not train."""
-    _, _, loss = mean_of_two_layers()
-    with pytest.raises(UsageError, match=r"static\.amp\.decorate\(optimizer"):
-        amp.GradScaler().scale(loss)

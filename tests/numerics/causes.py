@@ -12,7 +12,7 @@ from torch import nn
 
 import halfstep
 from halfstep import amp, numerics
-from tests.numerics.faults import Small, cancellation, flushed, loss, overflow, rounded, rounded_in_a_kernel
+from tests.numerics.faults import Small, cancellation, flushed, loss, overflow, put, rounded, rounded_in_a_kernel
 from tests.numerics.models import MODELS, Trial
 from tests.support.worlds import advance
 
@@ -108,15 +108,9 @@ def draw(dice: random.Random, cause: str) -> Case:
     if cause == "learning rate":
         return Case(cause, name, "", dtype, trial, dice.choice(_TOO_HIGH), is_accuracy=False)
     inject = dice.choice(CAUSES[cause])
-    leaves = [key for key, module in trial.model.named_modules() if not module._modules]
-    if cause in _IN_16_BITS:  # their values would be right in fp32, which norms and embeddings return
-        leaves = [key for key in leaves if isinstance(trial.model.get_submodule(key), (nn.Linear, nn.Conv2d))]
-    place = dice.choice(leaves)
-    module = trial.model.get_submodule(place)
-    forward = module.forward
+    place = put(dice, trial, inject, dtype, in_16_bits=cause in _IN_16_BITS)
     if inject is _hidden_overflow:
-        module.add_module("healthy", Scale())
-    module.forward = lambda x: inject(forward(x), dtype, trial)  # type: ignore[method-assign]
+        trial.model.get_submodule(place).add_module("healthy", Scale())
     return Case(cause, name, place, dtype, trial, _sgd, is_accuracy=inject not in _NOT_FINITE_OR_STILL)
 
 

@@ -102,6 +102,18 @@ class Fault:
     trial: Trial
 
 
+def put(dice: random.Random, trial: Trial, inject: Any, dtype: torch.dtype, *, in_16_bits: bool) -> str:
+    """Put a fault into a random layer, whose name is returned."""
+    leaves = [key for key, module in trial.model.named_modules() if not module._modules]
+    if in_16_bits:  # their values would be right in fp32, which norms and embeddings return
+        leaves = [key for key in leaves if isinstance(trial.model.get_submodule(key), (nn.Linear, nn.Conv2d))]
+    place = dice.choice(leaves)
+    module = trial.model.get_submodule(place)
+    forward = module.forward
+    module.forward = lambda x: inject(forward(x), dtype, trial)  # type: ignore[method-assign]
+    return place
+
+
 def draw(dice: random.Random, why: str) -> Fault:
     """A fault of one kind, at a random place of a random model.
 
@@ -114,11 +126,5 @@ def draw(dice: random.Random, why: str) -> Fault:
     torch.manual_seed(dice.randrange(1000))
     dtype = torch.float16 if inject in _NEEDS_FP16 else dice.choice([torch.float16, torch.bfloat16])
     trial = MODELS[name]()
-    leaves = [key for key, module in trial.model.named_modules() if not module._modules]
-    if inject in _IN_16_BITS:  # their values would be right in fp32, which norms and embeddings return
-        leaves = [key for key in leaves if isinstance(trial.model.get_submodule(key), (nn.Linear, nn.Conv2d))]
-    place = dice.choice(leaves)
-    module = trial.model.get_submodule(place)
-    forward = module.forward
-    module.forward = lambda x: inject(forward(x), dtype, trial)  # type: ignore[method-assign]
+    place = put(dice, trial, inject, dtype, in_16_bits=inject in _IN_16_BITS)
     return Fault(why, name, place, dtype, trial)

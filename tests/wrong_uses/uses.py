@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import copy  # noqa: F401 - the tables use it
 import math
+import pickle  # noqa: F401 - as above
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from halfstep.apex.contrib import group_norm  # noqa: F401 - as above
 from halfstep.apex.contrib import optimizers as contrib  # noqa: F401 - as above
 from torch import nn
 from torch.utils.data import DataLoader
 
 import halfstep
 from halfstep import amp, fp16_utils, metrics, multi_tensor, numerics, oplists, optimizers, parallel, static
-from halfstep.apex import RNN, reparameterization  # noqa: F401 - the tables use it
+from halfstep.apex import RNN, fused_dense, mlp, reparameterization  # noqa: F401 - the tables use it
 from halfstep.apex import optimizers as apex_optimizers  # noqa: F401 - as above
+from halfstep.integrations.figures import FiguresCallback  # noqa: F401 - as above
 from halfstep.integrations.training_precision import TrainingPrecision  # noqa: F401 - as above
+from halfstep.model import CheckPrecision  # noqa: F401 - as above
 from halfstep.numerics import Row
 from halfstep.scaling import NoLossScale  # noqa: F401 - as above
 
@@ -41,6 +46,14 @@ def initialize(w: World, **options: Any) -> Any:
 
 def by_policy(w: World, policy: Any, **options: Any) -> Any:
     return amp.initialize(w.model, w.optimizer, policy=policy, verbosity=0, **options)
+
+
+def halves(flat: bool) -> Any:
+    """The parameters of a 16-bit layer, which have gradients, and their masters."""
+    params, masters = fp16_utils.prep_param_lists(nn.Linear(3, 2).half(), flat_master=flat)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    return params, masters
 
 
 def decorate(w: World, **options: Any) -> Any:
