@@ -7,7 +7,6 @@ mode again, forever. So a copy of the function runs: the same code with its modu
 
 from __future__ import annotations
 
-import dis
 import functools
 import types
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from .dispatch import CastMode, Rule
 __all__ = ["composite_rule", "has_question", "is_composite_of"]
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_OPERATORS = {"@": "matmul", "**": "pow", "BINARY_MATRIX_MULTIPLY": "matmul", "BINARY_POWER": "pow"}
 
 
 class _Globals(dict[str, Any]):
@@ -53,22 +51,13 @@ def has_question(func: types.FunctionType) -> bool:
 @functools.cache
 def _names_inside(func: types.FunctionType) -> frozenset[str]:
     """Return the names that a function calls, directly or through other functions of its module."""
-    seen: set[types.CodeType] = set()
-    names: set[str] = set()
-    todo = [func]
+    found, todo = {func}, [func]
     while todo:
-        code = todo.pop().__code__
-        if code in seen:
-            continue
-        seen.add(code)
-        names.update(code.co_names)
-        inner = [func.__globals__.get(name) for name in code.co_names]
-        todo += [f for f in inner if isinstance(f, types.FunctionType) and f.__module__ == func.__module__]
-        for instruction in dis.get_instructions(code):
-            if instruction.opname == "BINARY_OP":
-                names.add(_OPERATORS.get(instruction.argrepr.rstrip("="), ""))
-            names.add(_OPERATORS.get(instruction.opname, ""))  # Python 3.10
-    return frozenset(names)
+        inner = map(func.__globals__.get, todo.pop().__code__.co_names)
+        new = {f for f in inner if isinstance(f, types.FunctionType) and f.__module__ == func.__module__} - found
+        found |= new
+        todo += new
+    return frozenset(name for each in found for name in each.__code__.co_names)
 
 
 def composite_rule(func: Callable[..., Any]) -> Rule:
