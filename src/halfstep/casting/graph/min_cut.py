@@ -7,7 +7,7 @@ cast at most once, however many ops read it; so the number of casts is the size 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 __all__ = ["fewest_casts"]
@@ -30,51 +30,40 @@ def fewest_casts(
     Returns:
         "half" or "float" for each free value; "float" if both need the same number of casts.
     """
-    network = _Network()
+    left: defaultdict[Hashable, dict[Hashable, int]] = defaultdict(dict)
+
+    def connect(a: Hashable, b: Hashable, capacity: int) -> None:
+        left[a][b] = capacity
+        left[b].setdefault(a, 0)
+
     place: dict[Hashable, Hashable] = {**fixed, **{value: ("value", value) for value in free}}
     for value, wanted in readers.items():
-        at = place[value]
-        others = {reader if reader in (_HALF, _FLOAT) else place[reader] for reader in wanted}
-        network.add(at, ("narrow", value), 1)  # cut if the value is 16-bit and an op reads fp32
-        network.add(("widen", value), at, 1)  # cut if the value is fp32 and an op reads 16 bits
-        for other in others:
-            network.add(("narrow", value), other, _UNBOUNDED)
-            network.add(other, ("widen", value), _UNBOUNDED)
-    half = network.cut(_HALF, _FLOAT)
-    return {value: _HALF if place[value] in half else _FLOAT for value in free}
+        connect(place[value], ("narrow", value), 1)  # cut if the value is 16-bit and an op reads fp32
+        connect(("widen", value), place[value], 1)  # cut if the value is fp32 and an op reads 16 bits
+        for reader in wanted:
+            other = reader if reader in (_HALF, _FLOAT) else place[reader]
+            connect(("narrow", value), other, _UNBOUNDED)
+            connect(other, ("widen", value), _UNBOUNDED)
+    while _FLOAT in (came := _reached(left, _HALF)):
+        there: Hashable = _FLOAT
+        while there != _HALF:
+            left[came[there]][there] -= 1
+            left[there][came[there]] += 1
+            there = came[there]
+    return {value: _HALF if place[value] in came else _FLOAT for value in free}
 
 
-class _Network:
-    """A flow network that computes a minimum cut (Edmonds and Karp)."""
+def _reached(left: Mapping[Hashable, Mapping[Hashable, int]], source: Hashable) -> dict[Hashable, Hashable]:
+    """Return the nodes that a source reaches by edges with capacity left, each with the node before it.
 
-    def __init__(self) -> None:
-        self._left: dict[Hashable, dict[Hashable, int]] = {}
-
-    def add(self, a: Hashable, b: Hashable, capacity: int) -> None:
-        """Add an edge; the capacities of parallel edges add up."""
-        if a != b:
-            edges = self._left.setdefault(a, {})
-            edges[b] = edges.get(b, 0) + capacity
-            self._left.setdefault(b, {}).setdefault(a, 0)
-
-    def cut(self, source: Hashable, sink: Hashable) -> set[Hashable]:
-        """Return the source's side of a minimum cut: the nodes that it still reaches when no more flow fits."""
-        while True:
-            came: dict[Hashable, Hashable] = {source: source}
-            queue = deque([source])
-            while queue and sink not in came:
-                here = queue.popleft()
-                for there, left in self._left.get(here, {}).items():
-                    if left > 0 and there not in came:
-                        came[there] = here
-                        queue.append(there)
-            if sink not in came:
-                return set(came)
-            path = [sink]
-            while path[-1] != source:
-                path.append(came[path[-1]])
-            steps = list(zip(path[1:], path, strict=False))
-            flow = min(self._left[a][b] for a, b in steps)
-            for a, b in steps:
-                self._left[a][b] -= flow
-                self._left[b][a] += flow
+    Paths with the fewest edges come first (Edmonds and Karp). Each of them has an edge of capacity 1.
+    """
+    came = {source: source}
+    queue = deque([source])
+    while queue:
+        here = queue.popleft()
+        for there, capacity in left.get(here, {}).items():
+            if capacity and there not in came:
+                came[there] = here
+                queue.append(there)
+    return came
