@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,36 +87,6 @@ Kept = dict[int, Operand]
 """The operands of one product, by the ``id`` of the widened tensor."""
 
 
-class _Packed(NamedTuple):
-    """The value that autograd saves in place of a tensor.
-
-    Attributes:
-        kept: the operand from which ``_unpack`` rebuilds the tensor, or the tensor itself.
-        version: the version of ``kept``, which must not change.
-        view: the view of the widened operand that the tensor is; None for the whole operand.
-    """
-
-    kept: Operand | Tensor
-    version: int | None
-    view: _View | None = None
-
-
-class _UserPacked(NamedTuple):
-    """The value that autograd saves if a user's pack hook got the 16-bit tensor.
-
-    Attributes:
-        unpack: the user's unpack hook.
-        packed: the result of the user's pack hook.
-        layout: sizes and strides of the widened operand; None returns the result of ``unpack`` unchanged.
-        view: see ``_Packed``.
-    """
-
-    unpack: Callable[[Any], Tensor]
-    packed: Any
-    layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    view: _View | None = None
-
-
 def run_product(call: Callable[[], Any], kept: Kept, half: torch.dtype, kind: str) -> Any:
     """Call an op with widened operands, and keep the 16-bit tensors for its backward pass.
 
@@ -131,19 +101,12 @@ def run_product(call: Callable[[], Any], kept: Kept, half: torch.dtype, kind: st
             return call()
         outer = torch_compat.saved_hooks()
 
-        def pack(tensor: Tensor) -> _Packed | _UserPacked:
+        def pack(tensor: Tensor) -> Callable[[], Tensor]:
             operand, view = _operand_of(tensor, kept, half, kind)
-            if outer is None:
-                if operand is None:
-                    return _Packed(tensor.detach(), version_of(tensor))
-                operand.saves += 1
-                return _Packed(operand, version_of(operand.half), view)
-            user_pack, user_unpack = outer
-            if operand is None:
-                return _UserPacked(user_unpack, user_pack(tensor))
-            return _UserPacked(user_unpack, user_pack(operand.half), (operand.wide.shape, operand.wide.stride()), view)
+            read = _keep(tensor, operand) if outer is None else _hand_over(tensor, operand, *outer)
+            return read if view is None else lambda: read().as_strided(*view)
 
-        torch_compat.push_saved_hooks(pack, _unpack)
+        torch_compat.push_saved_hooks(pack, lambda read: read())
         try:
             return call()
         finally:
@@ -194,27 +157,40 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _unpack(packed: _Packed | _UserPacked) -> Tensor:
-    """Rebuild a saved tensor.
+def _keep(tensor: Tensor, operand: Operand | None) -> Callable[[], Tensor]:
+    """Keep the operand that has the values of a tensor, or else the tensor, and return a function that rebuilds it.
 
-    Raises:
-        RuntimeError: torch's error about a saved tensor that was modified in place.
+    The function raises RuntimeError, torch's error about a saved tensor that was modified in place.
     """
-    view = packed.view
-    if isinstance(packed, _UserPacked):
-        tensor = packed.unpack(packed.packed)
-        if packed.layout is None:
-            return tensor
-        wide = torch.empty_strided(*packed.layout, dtype=torch.float32, device=tensor.device).copy_(tensor)
-    else:
-        kept, version = packed.kept, packed.version
+    kept = tensor.detach() if operand is None else operand.half
+    version = version_of(kept)
+    if operand is not None:
+        operand.saves += 1
+
+    def read() -> Tensor:
         with torch_compat.DisableTorchFunction():  # not through the mode that a backward pass has for ops of users
-            tensor = kept.half if isinstance(kept, Operand) else kept
-            if version is not None and tensor._version != version:
+            if version is not None and kept._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
+                    f"[{kept.type()} {list(kept.shape)}] is at version {kept._version}; expected version "
                     f"{version} instead. Hint: it is an operand of a 16-bit product, which the backward pass needs."
                 )
-            wide = kept.widened() if isinstance(kept, Operand) else kept
-    return wide if view is None else wide.as_strided(*view)
+            return kept if operand is None else operand.widened()
+
+    return read
+
+
+def _hand_over(
+    tensor: Tensor, operand: Operand | None, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> Callable[[], Tensor]:
+    """Give the 16-bit tensor of an operand, or else the tensor, to a user's hooks, and do not keep the operand."""
+    if operand is None:
+        packed = pack(tensor)
+        return lambda: unpack(packed)
+    packed, sizes, strides = pack(operand.half), operand.wide.shape, operand.wide.stride()
+
+    def read() -> Tensor:
+        half = unpack(packed)
+        return torch.empty_strided(sizes, strides, dtype=torch.float32, device=half.device).copy_(half)
+
+    return read
