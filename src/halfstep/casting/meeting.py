@@ -133,7 +133,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _met(
-    rule: Rule, otherwise: Rule | None, mixed: bool, mode: CastMode, func: Any, args: Any, kwargs: dict[str, Any]
+    rule: Rule, otherwise: Rule | None, mixed: bool, half_first: bool, mode: CastMode, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """Cast and count a call that torch refuses, or whose result or gradient is wrong.
 
@@ -141,13 +141,15 @@ def _met(
         rule: the rule that casts it.
         otherwise: the rule for calls that are not cast; None calls the op unchanged.
         mixed: True to cast only calls with both 16-bit and fp32 tensors.
+        half_first: True for a norm: torch accepts 16-bit inputs with fp32 weights, but not the reverse.
         mode: the mode.
         func: the op.
         args: the arguments of the call.
         kwargs: the keyword arguments of the call.
     """
     dtypes = {tensor.dtype for tensor in tensors_in(args, kwargs)}
-    if dtypes.isdisjoint(HALF_DTYPES) or (mixed and torch.float32 not in dtypes):
+    accepted = half_first and (args[0] if args else kwargs["input"]).dtype in HALF_DTYPES
+    if accepted or dtypes.isdisjoint(HALF_DTYPES) or (mixed and torch.float32 not in dtypes):
         return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
     count_changed_op()
     return rule(mode, func, args, kwargs)
@@ -170,15 +172,8 @@ def refused_rule(name: str, inplace: bool, otherwise: Rule | None) -> Rule | Non
     if read == ANY or silent:
         return otherwise
     casts = {HALF: bind(_in_half, otherwise), FLOAT: bind(to_float, name), FIRST: match_self}
-    rule = bind(_met, casts.get(read) or bind(promote, name), otherwise, inplace or op.kernels not in ("none", "wrong"))
-    return bind(_unless_half, rule, otherwise) if op.reads == "half-first" else rule
-
-
-def _unless_half(rule: Rule, otherwise: Rule | None, mode: CastMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Cast a norm unless its input has 16 bits: torch accepts 16-bit inputs with fp32 weights, but not the reverse."""
-    if (args[0] if args else kwargs["input"]).dtype not in HALF_DTYPES:
-        return rule(mode, func, args, kwargs)
-    return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
+    mixed = inplace or op.kernels not in ("none", "wrong")
+    return bind(_met, casts.get(read) or bind(promote, name), otherwise, mixed, op.reads == "half-first")
 
 
 def _in_half(otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
