@@ -198,7 +198,7 @@ class ThreadState(threading.local):
         self.session: SessionEnd | None = None
         self.outer: ThreadSnapshot | None = None
         self.cache = WeightCache(self.open)
-        self.mode = CastMode(self.cache, lambda: close_interrupted(in_op=True))
+        self.mode = CastMode(lambda: close_interrupted(in_op=True))
 
 
 thread = ThreadState()
@@ -231,7 +231,7 @@ def set_current(
             afterwards, so this function must leave the stack as it is.
     """
     mode, thread.key = thread.mode, "" if casting.is_noop else casting.key
-    mode.config, mode.session, mode.cache = casting, session, mode.weights if casting.cache else None
+    mode.config, mode.session, mode.cache = casting, session, thread.cache if casting.cache else None
     # The graph of an export must contain every cast, and torch does not record the casts of native autocast.
     mode.plan = plan_of(casting, torch.compiler.is_exporting(), is_recorded())
     if not in_op:  # before native autocast changes, so that the mode runs the next op after an interrupt here

@@ -120,7 +120,6 @@ class CastMode(TorchFunctionMode):
     """The mode of one thread, which is on torch's stack while the current casting needs it.
 
     Args:
-        weights: the cache of 16-bit weights.
         close_interrupted: a function that closes the scopes of calls that a KeyboardInterrupt ended.
 
     Attributes:
@@ -134,11 +133,8 @@ class CastMode(TorchFunctionMode):
         logits: the arguments of the latest sigmoids; see ``logits``.
     """
 
-    def __init__(
-        self, weights: WeightCache | None = None, close_interrupted: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, close_interrupted: Callable[[], None] = lambda: None) -> None:
         super().__init__()
-        self.weights = weights
         self.close_interrupted = close_interrupted
         self.config: CastingConfig = NOTHING
         self.plan = Plan()
@@ -211,20 +207,9 @@ class CastMode(TorchFunctionMode):
             return _get_autocast_dtype(kind) if _is_autocast_enabled(kind) else None
         return config.dtype if kind in config.devices else None
 
-    def half(self) -> torch.dtype | None:
-        """Return ``half_of`` for every tensor; None if it depends on the device."""
-        for kind in self.config.native:
-            if _get_autocast_dtype(kind) is not self.config.dtype:
-                return None
-        return self.config.dtype
-
     def native_on(self) -> list[str]:
         """Return the device types on which native autocast is on."""
         return [device for device in self.config.devices if device in NATIVE and _is_autocast_enabled(device)]
-
-    def on(self) -> bool:
-        """True if ops on some device may be cast."""
-        return len(self.config.native) < len(self.config.devices) or bool(self.native_on())
 
     def weight(self, value: Any) -> Any:
         """Return the 16-bit copy of an fp32 weight, and any other value unchanged."""

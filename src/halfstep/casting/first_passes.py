@@ -86,8 +86,7 @@ class FirstPasses:
     def end(self, scope: OpScope, error: BaseException | None = None) -> None:
         """End a call. A watched call turns the mode on for good if an op was retried in it."""
         if scope.watched is None:
-            if not self.on:
-                self.note_refusal(error)
+            self._note_refusal(error)
         elif error is None:
             kind, before = scope.watched
             self.on = self.on or changed_ops.count != before
@@ -106,9 +105,9 @@ class FirstPasses:
         self.end(scope)
         return result
 
-    def note_refusal(self, error: BaseException | None) -> None:
+    def _note_refusal(self, error: BaseException | None) -> None:
         """Turn the mode on for good if a pass without it failed because torch refused dtypes."""
-        if isinstance(error, RuntimeError) and any(word in str(error) for word in _REFUSALS):
+        if not self.on and isinstance(error, RuntimeError) and any(word in str(error) for word in _REFUSALS):
             self.on = True
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(_NOTE)

@@ -155,7 +155,8 @@ def build_table(ops: OpRules) -> dict[Callable[..., Any] | str, Rule | ByNumbers
             table[dispatched] = rule
     if ops.casts:
         table[torch.Tensor.__setitem__] = finite_rule(_ASSIGNMENT, True, rules.match_self, ops.recorded)
-    table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
+    # The forward pass chose the dtypes of the ops in a backward pass.
+    table |= dict.fromkeys((torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad), rules.without_native)
     table[torch.Tensor.unflatten] = rules.unflatten
     table |= {method: rule for func, rule in table.items() if callable(func) and (method := method_name(func))}
     show_to_modes(func for func in table if callable(func))

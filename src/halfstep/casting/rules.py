@@ -29,7 +29,6 @@ from .weight_cache import WeightCache
 __all__ = [
     "CASTABLE",
     "SPARSE_PRODUCTS",
-    "backward",
     "banned",
     "bind",
     "dense_only",
@@ -79,9 +78,6 @@ def bind(rule: Callable[..., Any], *details: Any, native_off: bool = False) -> R
         return bound
 
     def shielded(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        if not mode.on():
-            return func(*args, **kwargs)
-
         return bound(mode, functools.partial(_uncast, mode, func), args, kwargs)
 
     return shielded
@@ -169,7 +165,7 @@ def _call_in(
 
 def to_half(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Cast every fp32 and 16-bit argument to the 16-bit dtype."""
-    return _call_in(mode.half(), name, mode, func, args, kwargs, mode.cache)
+    return _call_in(None, name, mode, func, args, kwargs, mode.cache)
 
 
 def to_float(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -350,8 +346,3 @@ def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str
 def unflatten(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Replace ``Tensor.unflatten`` while Dynamo traces, which cannot follow its ``super()`` in a mode (torch 2.13)."""
     return (torch.unflatten if _is_dynamo_compiling() else func)(*args, **kwargs)
-
-
-def backward(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a backward pass without native autocast: the forward pass chose the dtypes of its ops."""
-    return without_native(mode, func, args, kwargs)
