@@ -172,12 +172,10 @@ class CastingSession:
 
     def __init__(self, casting: CastingConfig, owners: Iterable[object] = ()) -> None:
         self.casting = casting
-        self.owners: list[Callable[[], object]] = [weakref.ref(owner) for owner in owners] or [lambda: self]
+        self.owners = weakref.WeakSet(list(owners) or [self])
 
     def is_over(self) -> bool:
         """True if Python has freed all owners, or ``end_session`` has removed them."""
-        if self.owners and self.owners[0]() is None:
-            self.owners = [owner for owner in self.owners if owner() is not None]
         return not self.owners
 
     def leave(self) -> None:
@@ -233,14 +231,14 @@ def keep_session(casting: OpCasting, owner: object) -> None:
     """Add an owner to the session with this very casting, unless the session is over."""
     for session in sessions:
         if session.casting is casting and not session.is_over():
-            session.owners = [*session.owners, weakref.ref(owner)]
+            session.owners.add(owner)
 
 
 def end_session(casting: OpCasting | None = None) -> None:
     """End the session with this very casting, or all sessions; the previous session becomes current again."""
     for session in sessions:
         if casting in (None, session.casting):
-            session.owners = []
+            session.owners.clear()
     join_session()
 
 
@@ -342,7 +340,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
     """Bind a function to the casting that is current now, for a checkpoint that recomputes it later."""
-    casting, explicit = thread.mode.config, thread.explicit
+    casting: Any = thread.mode.config
+    explicit = thread.explicit
     if casting is NOTHING:
         return function
     native = save(casting.native).native
@@ -351,14 +350,10 @@ def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
     def remembering(*args: Any, **kwargs: Any) -> Any:
         if thread.mode.config is casting and (not thread.mode.is_needed or thread.mode in function_modes()):
             return function(*args, **kwargs)
-        owner = object()
-        enter(casting, owner, explicit=True)
-        thread.explicit = explicit
-        set_native(native)  # user code may have changed native autocast within the scope
-        try:
+        with casting:
+            thread.explicit = explicit
+            set_native(native)  # user code may have changed native autocast within the scope
             return function(*args, **kwargs)
-        finally:
-            leave(owner)
 
     return remembering
 

@@ -22,7 +22,7 @@ class StateHandle(CastingSwitch):
 
     def _deactivate(self) -> None:
         """End all O1 casts, also in models and their copies, whose ops then compute in the dtype of their inputs."""
-        for owner in [owner() for session in sessions for owner in session.owners]:
+        for owner in [owner for session in sessions for owner in session.owners]:
             hooks = hooks_of(owner) if isinstance(owner, torch.nn.Module) else owner
             if isinstance(hooks, ModuleHooks) and hooks.passes is None:  # 16-bit weights need the casts
                 hooks.casting = None
