@@ -60,9 +60,15 @@ def _names_inside(func: types.FunctionType) -> frozenset[str]:
     return frozenset(name for each in found for name in each.__code__.co_names)
 
 
-def composite_rule(func: Callable[..., Any]) -> Rule:
-    """The rule that runs a copy of the function with the mode on."""
-    copy = _copy(func)
+@functools.cache
+def composite_rule(func: Any) -> Rule:
+    """Return the rule that runs a copy of the function with the mode on.
+
+    The copy does not offer itself to modes. The functions that it calls do.
+    """
+    scope = _Globals(func.__globals__)
+    copy = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
 
     def run(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         push_function_mode(mode)
@@ -72,12 +78,3 @@ def composite_rule(func: Callable[..., Any]) -> Rule:
             pop_function_mode()
 
     return run
-
-
-@functools.cache
-def _copy(func: Any) -> types.FunctionType:
-    """The function, which does not offer itself to modes. The functions that it calls do."""
-    scope = _Globals(func.__globals__)
-    copy = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
