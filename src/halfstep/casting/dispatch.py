@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.errors import HalfstepError
 from ..core.oplists.tables import NATIVE
@@ -141,7 +142,7 @@ class CastMode(TorchFunctionMode):
         self.cache: WeightCache | None = None
         self.session: SessionEnd | None = None
         self.frame: FrameType | None = None
-        self.logits: dict[int, tuple[Any, ...]] = {}
+        self.logits: Any = WeakIdKeyDictionary()
 
     @property
     def is_needed(self) -> bool:

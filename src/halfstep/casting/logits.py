@@ -6,7 +6,6 @@ gradient of the loss infinite. The logits have not lost that information.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,18 +28,16 @@ def remember_logits(mode: CastMode, func: Callable[..., Any], args: tuple[Any, .
     result = func(*args, **kwargs)
     if result.dtype in HALF_DTYPES:
         given = args[0] if args else kwargs["input"]
-        known, key = mode.logits, id(result)
-        reference = weakref.ref(result, lambda _: known.pop(key, None))
-        known[key] = (reference, given, version_of(result), version_of(given))
-        if len(known) > _MOST:
-            del known[next(iter(known))]
+        mode.logits[result] = (given, version_of(result), version_of(given))
+        if len(mode.logits) > _MOST:
+            del mode.logits[next(iter(mode.logits))]
     return result
 
 
 def from_logits(otherwise: Rule, mode: CastMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Compute the loss of a sigmoid from its logits, which get the gradient, unless either was written to since."""
     first = args[0] if args else kwargs["input"]
-    _, logits, *versions = mode.logits.get(id(first), (None, None))
+    logits, *versions = mode.logits.get(first, (None,))
     if logits is None or versions != [version_of(first), version_of(logits)] or not mode.casts(first):
         return otherwise(mode, func, args, kwargs)
     count_changed_op()
