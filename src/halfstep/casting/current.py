@@ -18,6 +18,7 @@ import functools
 import os
 import sys
 import threading
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -337,11 +338,8 @@ def close_interrupted(*, in_op: bool = False) -> None:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Yield the frames that are running in this thread, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    """Return the frames that are running in this thread, the innermost first."""
+    return (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
 # ---- scopes that compiled code enters

@@ -6,7 +6,7 @@ import difflib
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -160,10 +160,7 @@ def resolve(op: object) -> tuple[str, ...]:
     if isinstance(op, (OpOverload, OpOverloadPacket)):
         return resolve(str(getattr(op, "overloadpacket", op)))
     if callable(op):
-        try:
-            found = spellings().get(op)
-        except TypeError:  # not hashable
-            found = None
+        found = spellings().get(op) if isinstance(op, Hashable) else None
         if found is None:
             raise ArgumentValueError(
                 f"{op!r} is not an op of torch; to cast your own functions, use amp.half_function, amp.float_function "
