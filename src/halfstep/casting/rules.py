@@ -181,19 +181,13 @@ def to_float(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwa
 
 def promote(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Cast every fp32 and 16-bit argument to the widest floating dtype among the arguments."""
-    widest = _widest_dtype(tensors_in(args, kwargs))
-    return func(*args, **kwargs) if widest is None else _call_in(widest, name, mode, func, args, kwargs)
-
-
-def _widest_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:
-    """Return the dtype to which floating tensors promote, or None if they already have one dtype.
-
-    Zero-dimensional tensors count only if there are no tensors with dimensions, as in torch.
-    """
-    floating = [t for t in tensors if t.dtype in CASTABLE or t.dtype is torch.float64]
-    if len({t.dtype for t in floating}) < 2:
-        return None
-    return functools.reduce(torch.promote_types, {t.dtype for t in floating if t.dim()} or {t.dtype for t in floating})
+    floating = [t for t in tensors_in(args, kwargs) if t.dtype in CASTABLE or t.dtype is torch.float64]
+    dtypes = {t.dtype for t in floating}
+    if len(dtypes) < 2:
+        return func(*args, **kwargs)
+    # Zero-dimensional tensors count only if there are no tensors with dimensions, as in torch.
+    widest = functools.reduce(torch.promote_types, {t.dtype for t in floating if t.dim()} or dtypes)
+    return _call_in(widest, name, mode, func, args, kwargs)
 
 
 def half_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
