@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..core.loss_scale import DynamicLossScale, LossScaleSpec, StaticLossScale, check_loss_scale
+from ..core.loss_scale import DynamicLossScale, LossScaleSpec, make_loss_scale
 from ..parameters.loss_scaler import DeviceLossScaler
 from ..stepping.dynamic_class import add_names_of_apex
 
@@ -71,7 +71,6 @@ class LossScaler(DeviceLossScaler):
         name: str = "the loss scaler",
         verbose: bool = True,
     ) -> None:
-        spec = check_loss_scale(loss_scale)
         settings = DynamicLossScale(
             init_scale=init_scale,
             growth_factor=scale_factor,
@@ -80,7 +79,7 @@ class LossScaler(DeviceLossScaler):
             min_scale=min_loss_scale or None,
             max_scale=max_loss_scale,
         )
-        rule = settings if spec == "dynamic" else StaticLossScale(spec) if isinstance(spec, float) else spec
+        rule = settings if loss_scale == "dynamic" else make_loss_scale(loss_scale)
         super().__init__(rule, name=name, verbose=verbose)
         if not isinstance(rule, DynamicLossScale):
             self.settings = settings

@@ -188,9 +188,8 @@ def fuse(
 
 def has_moments(optimizer: torch.optim.Optimizer) -> bool:
     """True if an optimizer is fused, or can be fused, and keeps moments."""
-    fused = type(optimizer) if isinstance(optimizer, FusedOptimizer) else _FUSED.get(type(optimizer))
-    can = isinstance(optimizer, FusedOptimizer) or can_fuse(optimizer)
-    return can and fused is not None and not issubclass(fused, FusedAdagrad)
+    adds_up = isinstance(optimizer, (FusedAdagrad, torch.optim.Adagrad))
+    return not adds_up and (isinstance(optimizer, FusedOptimizer) or can_fuse(optimizer))
 
 
 def fused_base(optimizer: torch.optim.Optimizer, options: FusedOptions | None = None) -> type[FusedTorchOptimizer]:

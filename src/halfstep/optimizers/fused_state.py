@@ -109,15 +109,14 @@ class FusedState(torch.optim.Optimizer):
     on_gradients: tuple[Callable[..., None], ...] = _field("on_gradients")
 
     def __init__(self, params: Any, common: CommonOptions, *, set_grad_none: bool = True, **defaults: Any) -> None:
-        given: dict[str, Any] = {"maximize": False, **common}
-        if unknown := given.keys() - CommonOptions.__annotations__:
+        if unknown := common.keys() - CommonOptions.__annotations__:
             raise ArgumentTypeError(
                 f"{type(self).__name__} takes no argument {', '.join(sorted(unknown))}. The options of all fused "
                 f"optimizers are {', '.join(CommonOptions.__annotations__)}."
             )
-        defaults["maximize"] = given.pop("maximize")
-        given |= {each.name: defaults.pop(each.name) for each in fields(FusedOptions) if each.name in defaults}
-        self._fused = FusedData.of(self, FusedOptions(**given), set_grad_none)
+        defaults = {**defaults, "maximize": False, **common}
+        options = {each.name: defaults.pop(each.name) for each in fields(FusedOptions) if each.name in defaults}
+        self._fused = FusedData.of(self, FusedOptions(**options), set_grad_none)
         self._check(defaults)
         super().__init__(params, defaults)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -197,13 +198,12 @@ class FusedMuon(FusedOptimizer):
         marks = super()._marks(group, params)
         if not _takes_muon(group):
             return marks
-        filled: dict[Hashable, int] = {}
+        filled: Counter[Hashable] = Counter()
         for i, param in enumerate(params):
             if param.grad is not None:
                 key = marks[i], matrix_shape(param.shape)
-                before = filled.get(key, 0)
-                filled[key] = before + param.numel()
-                marks[i] = *key, before // _BATCH
+                marks[i] = *key, filled[key] // _BATCH
+                filled[key] += param.numel()
         return marks
 
     def _complete_state(self, group: Hyper, params: Iterable[torch.Tensor]) -> None:

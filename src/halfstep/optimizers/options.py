@@ -110,10 +110,9 @@ class FusedOptions:
                 f"{wrong} works on bfloat16 weights, whose bits are the upper half of an fp32 number; a weight here "
                 "is float16. Use master_weights='plain' or True, or bfloat16 weights."
             )
-        if self.master_weights == "plain":
-            return plain(dtype)
         # torch's fused steps, which the backend "torch" uses, need whole masters.
-        if self.master_weights is True and (dtype is torch.float16 or backend_for(device) == "torch"):
+        whole = self.master_weights is True and (dtype is torch.float16 or backend_for(device) == "torch")
+        if whole or self.master_weights == "plain":
             return plain(dtype)
         if self.master_weights:
             return SPLIT

@@ -127,9 +127,8 @@ class ParamRows:
             columns[name] = (form, moments.parts(states, name, form))
         # The second part of a weight's storage is also in the state, where user code can replace it.
         extra = {"split": "remainder", "plain": "master"}.get(storage.kind)
-        names = [*self.numbers, *(key for name, form in kept.items() for key in moments.keys(name, form))]
-        names += [extra] if extra else []
-        self.state_names = names
+        tensors = [key for name, form in kept.items() for key in moments.keys(name, form)]
+        self.state_names = [*self.numbers, *tensors, *([extra] if extra else [])]
         self.table = TensorTable(columns)
         _check_shapes(self.table.columns)
         self._seeds = torch.tensor(positions, dtype=torch.int64, device=self.device) * _ODD[0] + options.seed

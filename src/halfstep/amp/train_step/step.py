@@ -264,18 +264,13 @@ class TrainStep:
 
     def _trained(self) -> list[torch.Tensor]:
         """Return the parameters that get gradients: the optimizer's, and the model's that other optimizers step."""
-        params = params_of(self.optimizer)
-        if isinstance(self.model, nn.Module):
-            mine = set(map(id, params))
-            params += [p for p in self.model.parameters() if id(p) not in mine]
-        return [p for p in params if p.requires_grad]
+        of_model = self.model.parameters() if isinstance(self.model, nn.Module) else ()
+        return [p for p in dict.fromkeys((*params_of(self.optimizer), *of_model)) if p.requires_grad]
 
     def modules(self) -> list[nn.Module]:
         """Return the modules that a step runs; for a function, the modules that it closes over or refers to by name."""
-        found: dict[int, nn.Module] = {}
-        for root in (*roots_of(self.model), *roots_of(self.loss_fn)):
-            found.update((id(module), module) for module in root.modules())
-        return list(found.values())
+        roots = (*roots_of(self.model), *roots_of(self.loss_fn))
+        return list(dict.fromkeys(module for root in roots for module in root.modules()))
 
     def settings(self) -> tuple[object, ...]:
         """Return the settings that user code may change between steps."""
