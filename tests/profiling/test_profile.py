@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -427,6 +428,13 @@ def test_steps_that_are_recorded_one_by_one_count_like_steps_in_one_go() -> None
     calls = [sorted((*row[:3], row[4]) for row in found.ops if row[3] == "products") for found in (quick, slow)]
     assert slow.steps == 3
     assert calls[0] == calls[1] != []
+
+
+def test_a_compiled_model_is_profiled_without_a_warning() -> None:
+    model: Any = torch.compile(nn.Linear(4, 4), backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert halfstep.profile(lambda: model(torch.ones(2, 4)), model=model, warmup=1, steps=2).steps == 2
 
 
 def test_sparse_gradients_have_no_denormal_numbers() -> None:

@@ -20,7 +20,7 @@ __all__ = ["RULES", "apply"]
 
 _LEAST = 0.03  # of a step: less is not worth a line
 _SMALL, _CALL = 30.0, 40.0  # microseconds: an op below the first is mostly its call, of at most the second
-_FEWER_LAUNCHES = "a larger batch, or halfstep.TrainStep(..., cuda_graph=True) on a GPU"
+_FEWER = "a larger batch, or halfstep.TrainStep(..., cuda_graph=True) on a GPU"
 _REACHED = 0.8  # of a chip's rate, by good kernels on good shapes
 
 
@@ -105,8 +105,7 @@ def launch_bound(account: Account) -> Iterator[Cause]:
         mean = account.busy / max(len(account.works), 1)
         what = "kernels" if account.trace.on_gpu else "ops"
         text = f"launch-bound: {count // account.steps:,} {what}, {mean:.3g} us each on average; the host is too slow"
-        evidence = {"launches": count // account.steps, "mean_us": mean}
-        yield Cause(us, _names(model), text, evidence, _FEWER_LAUNCHES if compiled else "")
+        yield Cause(us, _names(model), text, {"launches": count // account.steps, "mean_us": mean}, _FEWER * compiled)
 
 
 def host_waits(account: Account) -> Iterator[Cause]:
@@ -166,10 +165,9 @@ def misaligned(account: Account) -> Iterator[Cause]:
 def fp32_products(account: Account) -> Iterator[Cause]:
     """HS205: products in float32 in a 16-bit model, which do not use the 16-bit units."""
     wide = [each for each in _products(account) if each.dtype == "float32"]
-    narrow = account.half
-    if wide and narrow and not _emulated(account):
-        us = _time(wide) * (1 - 1 / max(account.machine.gain("float32", narrow), 1.0))
-        text = f"products in float32 take {account.ms(_time(wide)):.3g} ms in a model of {narrow}"
+    if wide and account.half and not _emulated(account):
+        us = _time(wide) * (1 - 1 / max(account.machine.gain("float32", account.half), 1.0))
+        text = f"products in float32 take {account.ms(_time(wide)):.3g} ms in a model of {account.half}"
         yield Cause(us, _names(wide), text, {"fp32_ms": account.ms(_time(wide))})
 
 
@@ -353,7 +351,7 @@ def communication(account: Account) -> Iterator[Cause]:
 
 
 RULES: dict[str, tuple[Callable[[Account], Iterator[Cause]], str]] = {
-    "HS201": (launch_bound, f"torch.compile(model), {_FEWER_LAUNCHES}"),
+    "HS201": (launch_bound, f"torch.compile(model), {_FEWER}"),
     "HS202": (misaligned, "pad the size"),
     "HS203": (layouts, "model.to(memory_format=torch.channels_last), and images in the same format, once"),
     "HS204": (islands, "compute it in 16 bits: leave .float() out, or add the op to the white list of amp.initialize"),

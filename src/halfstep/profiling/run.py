@@ -154,7 +154,7 @@ def _model_of(optimizers: Sequence[Any]) -> nn.Module | None:
 
 
 class OpRecorder:
-    """torch.profiler, with a mark around each step and at its first module.
+    """torch.profiler, with a mark around each step and at its first module. It is in use until ``stop``.
 
     Args:
         device: the device of the steps.
@@ -167,15 +167,19 @@ class OpRecorder:
         self._step: Any = None
         self._thread = threading.get_ident()
         self._refused = False
+        self._warnings = warnings.catch_warnings()
+        self._warnings.__enter__()
+        # torch 2.11 warns of what a second cycle of a profiler would lose, and torch.compile of the hook of ``begin``.
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when .* global hooks|.*Profiler clears events")
 
     def begin(self) -> None:
         """Begin a step."""
         self._check()
         if self._profiler is None:
             self._start()
+        self._hook = register_module_forward_pre_hook(self._forward)
         self._step = record_function(STEP)
         self._step.__enter__()
-        self._hook = register_module_forward_pre_hook(self._forward)
 
     def end(self) -> None:
         """End a step, if one has begun."""
@@ -197,6 +201,7 @@ class OpRecorder:
             self._step.__exit__(None, None, None)
             self._hook.remove()
         self._collect()
+        self._warnings.__exit__(None, None, None)
         if self._refused:
             raise UsageError(_OTHER) from None
 
@@ -213,9 +218,7 @@ class OpRecorder:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         self._synchronize()
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-        with warnings.catch_warnings():  # torch 2.11 warns of what a second cycle of a profiler would lose
-            warnings.filterwarnings("ignore", ".*Profiler clears events")
-            self._profiler.start()
+        self._profiler.start()
         self._began = time.perf_counter()
 
     def _check(self) -> None:
@@ -239,9 +242,8 @@ class OpRecorder:
         gc.collect()  # torch's profiler is part of a reference cycle and holds everything that it recorded
 
     def _forward(self, *_: Any) -> None:
-        self._hook.remove()
         with record_function(FORWARD):
-            pass
+            self._hook.remove()
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
