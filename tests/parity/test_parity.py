@@ -6,8 +6,10 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from click.testing import CliRunner
@@ -70,6 +72,54 @@ def test_one_bit_in_a_large_tensor_is_a_difference(places: list[int], dtype: tor
 
 def test_integers_that_are_one_number_in_float32_differ() -> None:
     assert not parity(lambda i: i + 2**24, lambda i: i + 2**24 + (i == 3), torch.arange(8))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "x", "kind"),
+    [
+        (lambda x: x * 1e300, lambda x: x * 2e300, torch.ones(3).double(), "arguments"),
+        (lambda i: i, lambda i: i + 1, torch.tensor([2**60]), "fused"),
+        (lambda i: i, lambda i: i.flip(0), torch.tensor([2**53, 2**53 + 1]), "order"),
+        (lambda x: x > 0, lambda x: x < 0, torch.tensor([1.0]), "fused"),
+        (lambda x: x.argmax(-1), lambda x: (-x).argmax(-1), torch.arange(3.0), "fused"),
+        (lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.3), torch.ones(64), "arguments"),
+    ],
+    ids=["float64", "int64", "neighbors", "bool", "argmax", "dropout"],
+)
+def test_numbers_of_all_dtypes(a: Any, b: Any, x: torch.Tensor, kind: str) -> None:
+    first = parity(a, b, x).first
+    assert first is not None
+    assert first.kind == kind or (kind == "order" and first.kind in ("kernel", "fused"))
+    assert first.ulps
+
+
+def test_what_a_side_is_given_and_draws_is_the_same_for_both() -> None:
+    batch = SimpleNamespace(x=torch.ones(3))
+    assert parity(lambda b: b.x.mul_(2), lambda b: b.x * 2, batch)
+    assert torch.equal(batch.x, torch.ones(3))
+    assert parity(*[lambda x: x + float(numpy.random.rand())] * 2, X)
+    assert parity(lambda x: torch.vmap(lambda row: row.sum() * 2)(x), lambda x: x.sum(-1) * 2, X)
+    assert parity(*[lambda x: torch.fft.fft(x).conj()] * 2, X)
+    with pytest.raises(HalfstepError, match=r"Output 0 is torch\.sparse_coo"):
+        parity(*[torch.Tensor.to_sparse] * 2, X)
+
+
+def test_a_record_is_of_its_time() -> None:
+    model = mlp().eval()
+    before = parity.record(model, X)
+    with torch.no_grad():
+        model[4].weight.mul_(1.5)
+    first = parity(before, model, X).first
+    assert first is not None
+    assert (first.kind, bool(first.ulps)) == ("inputs", True)
+
+
+def test_code_that_is_compiled_inside_of_a_side_is_compared() -> None:
+    inner = torch.compile(lambda x: x * 2, backend=lambda run, inputs: lambda x: [each + 1e-3 for each in run(x)])
+    first = parity(lambda x: x * 2, lambda x: inner(x), X.abs() + 1).first
+    assert first is not None
+    assert (first.module, first.kind) == ("(output)", "kernel")
+    assert 0 < first.ulps < 1e6
 
 
 def mlp() -> nn.Module:
@@ -280,7 +330,7 @@ def test_what_compiled_code_computes_otherwise(step: Any, compiled: Any, kind: s
         ),
         (mlp(), "text.pt", "text.pt is not a saved run. parity.record"),
         (mlp(), "no.pt", "no.pt is not a saved run. parity.record"),
-        (mlp(), "old.pt", "old.pt has the format 'halfstep parity 2', not .* 3': record it again. parity.record"),
+        (mlp(), "old.pt", "old.pt has the format 'halfstep parity 2', not .* 4': record it again. parity.record"),
     ],
 )
 def test_what_is_refused(a: Any, b: Any, text: str | None, tmp_path: Path) -> None:

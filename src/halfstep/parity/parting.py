@@ -63,6 +63,7 @@ class _Side:
     """The rows of one run from the parting on.
 
     Attributes:
+        outputs: the rows of outputs that differ.
         ops: the rows that the other run lacks, in order: results of ops, and outputs.
         given: the other such rows, weights and inputs, by module, name and shape.
         at: the rows of ``ops`` at the parting.
@@ -74,9 +75,10 @@ class _Side:
 
     def __init__(self, run: SideRun, other: SideRun) -> None:
         there = {_bits(other.rows[i]) for i in _reached(other, other.outputs)}
-        differ = [i for i, j in zip(run.outputs, other.outputs, strict=True) if not is_same(run.rows[i], other.rows[j])]
-        found = _reached(run, differ, lambda i: i in run.outputs or _bits(run.rows[i]) not in there)
-        self.rows, self.facts, self.outputs = run.rows, run.facts, run.outputs
+        pairs = zip(run.outputs, other.outputs, strict=True)
+        self.outputs = [i for i, j in pairs if not is_same(run.rows[i], other.rows[j])]
+        found = _reached(run, self.outputs, lambda i: i in run.outputs or _bits(run.rows[i]) not in there)
+        self.rows, self.facts = run.rows, run.facts
         made = {*run.facts, *run.outputs}
         # To align more rows takes long, and their differences only follow from these.
         self.ops = [i for i in found if i in made][:600]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import pickle
@@ -22,9 +23,10 @@ from ..diagnostics.numerics.linked_rows import LinkedRow
 from ..diagnostics.numerics.recording import Recorder
 from ..diagnostics.observe.names import OUTSIDE, ROOT, qualified_names
 from ..diagnostics.observe.ops import OpCall, tensors_in, widened, written
+from ..diagnostics.observe.samples import can_sample
 from ..diagnostics.observe.watch import CallWatch
 from ..torch_internals.compiler_compat import compiled_from
-from ..torch_internals.torch_compat import TorchDispatchMode, buffers_of, parameters_of, tree_flatten, tree_map_only
+from ..torch_internals.torch_compat import TorchDispatchMode, buffers_of, parameters_of, tree_flatten
 
 __all__ = ["OUTPUT", "SideRun", "Wide", "run"]
 
@@ -33,7 +35,7 @@ OUTPUT = "(output)"
 
 _PART, _GROUP = 1 << 16, 64
 """The numbers that a digest reads at once, and that it adds before it mixes their sum."""
-_FORMAT = "halfstep parity 3"
+_FORMAT = "halfstep parity 4"
 
 
 Facts = tuple[int, tuple[Any, ...]]
@@ -49,13 +51,10 @@ class BitRecorder(Recorder):
         keep: the indices of rows whose tensors to keep as a whole.
         alone: the run of the first row alone. Of each result only the part of this row's shape is looked at, which
             is at the beginning of all dimensions: the first row of a batch, without its padding. None looks at all.
-        looks: samples and digests of the parameters that another side in the same comparison has read, by ``id`` and
-            version, each with its parameter. Sides often share weights, which are as before after each run.
     """
 
-    def __init__(self, keep: Collection[int] = (), alone: SideRun | None = None, looks: Any = None) -> None:
+    def __init__(self, keep: Collection[int] = (), alone: SideRun | None = None) -> None:
         super().__init__(4096, torch.float64)
-        self._looks: dict[Any, Any] = {} if looks is None else looks
         self.facts: dict[int, Facts] = {}
         self.kept: dict[int, torch.Tensor] = {}
         self._keep = keep
@@ -78,27 +77,29 @@ class BitRecorder(Recorder):
     def finish(self, output: Any) -> list[int]:
         """Record what the run returned, and fetch the samples; returns the rows of the outputs."""
         for i, tensor in enumerate(tensors_in(output)):
-            values = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+            if not can_sample(tensor):
+                raise ArgumentTypeError(f"Output {i} is {tensor.layout} {tensor.dtype}: return dense values.")
             made = self._made.get(tensor.untyped_storage().data_ptr())
             known, inputs = (tensor.dtype, tensor.shape), () if made is None else (made,)
-            self._write(LinkedRow(OUTPUT, "output", i, False, *known, *self._look(values), inputs), values, keep=True)
+            self._write(LinkedRow(OUTPUT, "output", i, False, *known, *self._look(tensor), inputs), tensor, keep=True)
         self._fetch()
         return [i for i, row in enumerate(self.rows) if row.module == OUTPUT]
+
+    def _has_row(self, tensor: torch.Tensor) -> bool:
+        """True for tensors of all dtypes, as indices and masks decide on numbers."""
+        return can_sample(tensor) and tensor.numel() > 0
 
     def _look(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute the sample and a digest of the numbers, which the same numbers have in every dtype."""
         if self._keep:  # a run that keeps tensors is not compared
             return (tensor.new_zeros(()),) * 3
-        first = isinstance(tensor, nn.Parameter) and not self.facts and not tensor.is_inference()  # no op has run yet
-        key = (id(tensor), tensor._version) if first else None
-        if key is not None and key in self._looks:
-            return self._looks[key][1]  # type: ignore[no-any-return]
-        digest = _digest(values := tensor.detach())
+        digest = _digest(values := _real(tensor))
         if values.dtype.itemsize > 4 or not values.is_floating_point():
-            rest = values.double() - values.float()  # 0, which adds nothing to a digest, if float32 has the number
-            digest += _digest(rest.nan_to_num(0.0, 0.0, 0.0), torch.float64)
-        found = self._sample(values), digest.new_zeros(()), digest
-        return self._looks.setdefault(key, (tensor, found))[1] if key else found
+            wide = values if values.is_floating_point() else values.long()  # unsigned and bool have no difference
+            # 0, which adds nothing to a digest, if float32 has the number
+            rest = wide - wide.float().nan_to_num(0.0, 0.0, 0.0).to(wide.dtype)
+            digest += _digest(rest.double().nan_to_num(0.0, 0.0, 0.0), torch.float64)
+        return self._sample(values), digest.new_zeros(()), digest
 
     def _write(self, row: LinkedRow, tensor: torch.Tensor, keep: bool = False) -> None:
         seen = tensor
@@ -108,8 +109,13 @@ class BitRecorder(Recorder):
             row.shape = seen.shape
             row.sample, row.amax, row.sketch = self._look(seen)
         if keep or len(self.rows) in self._keep:
-            self.kept[len(self.rows)] = seen.detach().clone()
+            self.kept[len(self.rows)] = _real(seen).clone()
         super()._write(row, tensor)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor; of complex numbers their two parts."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
 
 
 @functools.cache
@@ -202,8 +208,9 @@ class SideRun:
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments for a call; tensors are copied, so that no side can change them."""
-    copied = tree_map_only(torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), inputs)
+    """Return positional and keyword arguments: copies, also of objects in them, so that no side can change them."""
+    tensors = {id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in tensors_in(inputs)}
+    copied = copy.deepcopy(inputs, tensors)
     if isinstance(copied, Mapping):
         return (), dict(copied)
     return (tuple(copied) if isinstance(copied, (tuple, list)) else (copied,)), {}
@@ -240,7 +247,8 @@ def run(name: str, side: Any, inputs: Any, below: Any = nullcontext, watched: bo
     names = qualified_names(side) if isinstance(side, nn.Module) else None
     args, kwargs = _arguments(inputs)
     with _as_before(models), same_random_numbers(nn.ModuleList(models)), below(recorder):
-        recorder.begin(names or {}, args, kwargs)
+        if watched:
+            recorder.begin(names or {}, args, kwargs)
         with CallWatch(names, ops=recorder.notice, casts=True) if watched else nullcontext():
             try:
                 output = side(*args, **kwargs)
@@ -259,7 +267,7 @@ def run(name: str, side: Any, inputs: Any, below: Any = nullcontext, watched: bo
 
 @contextmanager
 def _as_before(models: list[nn.Module]) -> Iterator[None]:
-    """Restore the parameters and buffers of models, and their gradients, after the block."""
+    """Restore the dense parameters and buffers of models, and their gradients, after the block."""
     tables: list[Any] = [table(m) for model in models for m in model.modules() for table in (parameters_of, buffers_of)]
     saved = [(of, name, x, x.detach().clone(), x.grad) for of in tables for name, x in of.items() if x is not None]
     try:
@@ -269,12 +277,5 @@ def _as_before(models: list[nn.Module]) -> Iterator[None]:
     finally:
         for table, name, tensor, value, grad in saved:
             table[name], tensor.grad = tensor, grad
-            if not torch.equal(_bits(tensor), _bits(value)):  # the kernel of a batch norm writes without a new version
+            if not torch.equal(tensor, value):  # the kernel of a batch norm writes without a new version
                 tensor.detach().copy_(value)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as integers, which take a sixth of the time to compare; its last size must allow it."""
-    sizes = tensor.shape[-1:].numel(), tensor.storage_offset()
-    whole = tensor.dim() and tensor.is_contiguous() and not any(n * tensor.element_size() % 8 for n in sizes)
-    return tensor.detach().view(torch.int64) if whole else tensor

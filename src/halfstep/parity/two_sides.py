@@ -76,10 +76,9 @@ def parity(a: Side, b: Side, inputs: Any = None, *, reference: str | None = "flo
         raise ArgumentTypeError(f"{wrong[0]!r} must be a callable, a recorded run, or the path of a saved run.")
     names = [side.name if isinstance(side, SideRun) else _name(side) for side in sides]
     names = [f"{name} ({at})" for name, at in zip(names, "ab", strict=True)] if names[0] == names[1] else names
-    looks: Any = {}
-    runs = [s if isinstance(s, SideRun) else run(n, s, inputs, looks=looks) for n, s in zip(names, sides, strict=True)]
-    found, compiled = _compare(runs, reference), any(map(is_compiled, sides))
-    return replace(found, first=_compiled_difference(runs, sides, inputs)) if found and compiled else found
+    runs = [s if isinstance(s, SideRun) else run(n, s, inputs) for n, s in zip(names, sides, strict=True)]
+    found = _compare(runs, reference)
+    return replace(found, first=_compiled_difference(runs, sides, inputs)) if found else found
 
 
 def record(side: Callable[..., Any], inputs: Any, *, name: str = "") -> SideRun:
@@ -90,7 +89,7 @@ def record(side: Callable[..., Any], inputs: Any, *, name: str = "") -> SideRun:
         inputs: the arguments, as for ``parity``.
         name: the name in reports; "" is the own name of the side.
     """
-    return run(name or _name(side), side, inputs)
+    return replace(run(name or _name(side), side, inputs), again=None)  # the side may change later
 
 
 def batch_invariance(model: Callable[..., Any], inputs: Any, *, alone: Any = None) -> Parity:
@@ -144,7 +143,7 @@ def _difference(runs: Sequence[SideRun], found: Parting, reference: str | None, 
     """Describe the place where two runs part, from whole tensors if both sides can run again."""
     ends = [(run, end, run.rows[end]) for run, end in zip(runs, found.ends, strict=True)]
     exact = exact and all(run.again is not None for run in runs)
-    values = [run.again(keep={end}).kept[end].double().cpu() if exact else row.sample for run, end, row in ends]
+    values = [run.again(keep={end}).kept[end].cpu() if exact else row.sample for run, end, row in ends]
     dtype = max((row.dtype for *_, row in ends), key=_eps)
     apart = ulps(values[0], values[1], dtype)
     rows = [[run.rows[i] for i in of] for run, of in zip(runs, found.rows, strict=True)]
@@ -172,38 +171,38 @@ def _place(runs: Sequence[SideRun], found: Parting) -> dict[str, Any]:
 
 def _nearer(runs: Sequence[SideRun], found: Parting, values: Sequence[torch.Tensor]) -> str:
     """Return the name of the side whose values are nearer to float64; "" if equal or if float64 does not run."""
-    right = _in_float64(runs[0], found) if found.rows[0] else values[0]
-    errors = [torch.inf if right is None else float((value - right).norm()) for value in values]
+    right = _in_float64(runs[0], found) if found.rows[0] else values[0].double()
+    errors = [torch.inf if right is None else float((value.double() - right).norm()) for value in values]
     return "" if errors[0] == errors[1] else runs[int(errors[1] < errors[0])].name
 
 
 def _compiled_difference(runs: Sequence[SideRun], sides: Sequence[Any], inputs: Any) -> Difference | None:
-    """Explain the difference of outputs where one side or both are compiled, and the ops agree that run eagerly.
+    """Explain the difference of the real outputs of two sides whose ops agree when compiled code runs eagerly.
 
     Two runs are tried: the graph without the roundings that compilers leave out, which is to agree with the compiled
     code, and code that Inductor compiles with them, which is to agree with the graph. Only the first shows a place.
     """
-    ran = [each.again(watched=False) if is_compiled(side) else each for each, side in zip(runs, sides, strict=True)]
-    apart = [0.0 if each is own else _distance(each, own) for each, own in zip(ran, runs, strict=True)]
-    side = max(0, 1, key=lambda i: (is_compiled(sides[i]), apart[i]))  # the side that its compiler changes more
-    found, eager, other = part(*ran), runs[side], runs[1 - side]
-    if found is None:
+    real = [each if each.again is None else each.again(watched=False) for each in runs]
+    if (found := part(*real)) is None:
         return None
+    apart = [0.0 if each is own else _distance(each, own) for each, own in zip(real, runs, strict=True)]
+    side = max(0, 1, key=lambda i: (runs[i].again is not None, apart[i]))  # the side that its compiler changes more
+    eager, other = runs[side], runs[1 - side]
     whole, as_eager = apart[side], rounding_as_eager(sides[side])
     for end, what, rerun in (
-        (ran[side], "results that stay in float32 between fused ops", partial(eager.again, below=lambda _: Fused())),
+        (real[side], "results that stay in float32 between fused ops", partial(eager.again, below=lambda _: Fused())),
         (eager, "roundings that Inductor leaves out", partial(run, eager.name, as_eager, inputs, watched=False)),
     ):
         with suppress(UsageError):  # of a function that refuses float32 where it had 16 bits
             again = rerun()
             share = max(0.0, 1.0 - _distance(end, again) / whole) if whole else 0.0
-            pair = ran if end is eager else (other, again) if side else (again, other)
+            pair = real if end is eager else (other, again) if side else (again, other)
             if share >= 0.5 and (parted := part(*pair)):
                 note = f"told from outputs: {what} explain {share:.0%} of the difference"
                 at = replace(_difference(pair, parted, None, exact=False), **(_NOWHERE if end is eager else {}))
                 return replace(at, kind="rounding", more=other.name, note=note)
     note = "told from outputs: roundings that the compiler leaves out explain less than half of the difference"
-    return replace(_difference(ran, found, None, exact=False), kind="kernel", more="", note=note, **_NOWHERE)
+    return replace(_difference(real, found, None, exact=False), kind="kernel", more="", note=note, **_NOWHERE)
 
 
 def _distance(run: SideRun, other: SideRun) -> float:
@@ -228,8 +227,13 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 def ulps(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Compute the distance of values, in units in the last place of a dtype; inf where only one is finite."""
-    info = torch.finfo(dtype if _eps(dtype) else torch.float64)
+    """Compute the distance of values, in units in the last place of a dtype; inf where only one is finite.
+
+    The unit of integers is 1.
+    """
+    if not _eps(dtype):
+        return (a.long() - b.long()).abs().double()
+    info, a, b = torch.finfo(dtype), a.double(), b.double()
     size = torch.maximum(a.abs(), b.abs()).clamp_min(info.smallest_normal)
     unit = torch.ldexp(torch.full_like(size, info.eps), torch.frexp(size).exponent - 1)
     equal = (a == b) | (a.isnan() & b.isnan())

@@ -235,5 +235,5 @@ def _ask_gradients(params: Sequence[torch.Tensor], reading: Reading) -> int | No
 def gradients_of(params: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the parameters that have dense gradients, with the gradients."""
     for param, grad in zip(params, get_grads(params), strict=True):
-        if grad is not None and not grad.is_sparse and grad.numel() and can_sample(grad):
+        if grad is not None and grad.numel() and can_sample(grad):
             yield param, grad

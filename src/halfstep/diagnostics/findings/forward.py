@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -247,14 +248,17 @@ class _Checked(Forward):
 
 @contextmanager
 def same_random_numbers(model: nn.Module) -> Iterator[None]:
-    """Restore the random state of Python and of torch, on the devices of a model, after the block."""
+    """Restore the random state of Python, NumPy and torch, on the devices of a model, after the block."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    state = random.getstate()
+    states: list[Any] = [(random.setstate, random.getstate())]
+    if numpy := sys.modules.get("numpy"):
+        states.append((numpy.random.set_state, numpy.random.get_state()))
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        random.setstate(state)
+        for restore, state in states:
+            restore(state)
 
 
 def run(model: nn.Module, batch: Any) -> Forward:

@@ -55,7 +55,7 @@ class Recorder:
         """Record the parameters and buffers at the start of a run."""
         for module, name in names.items():
             for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-                if _has_numbers(tensor) and _place(tensor) not in self._made:
+                if self._has_row(tensor) and _place(tensor) not in self._made:
                     self._write(self._row(tensor, name, own), tensor)
 
     def begin_backward(self, root: torch.Tensor) -> None:
@@ -75,8 +75,9 @@ class Recorder:
                 self._made.pop(_place(call.result), None)
             return
         wide = not call.backward and _should_be_wide(name, call.function)
-        inputs = tuple(dict.fromkeys(self._came_from(call.module, call.args, call.kwargs)))
-        for index, tensor in enumerate(_floating(call.result if call.result is not None else call.args[:1])):
+        inputs = tuple(dict.fromkeys(self._came_from(call.module, call.args, call.kwargs, filled=call.result)))
+        results = tensors_in(call.result if call.result is not None else call.args[:1])
+        for index, tensor in enumerate(filter(self._has_row, results)):
             row = self._row(tensor, call.module, name, index, call.backward, inputs=inputs, wide=wide)
             row.passes_on = name in _PASS_ON or (call.backward and name in _SUMS)
             row.emulates = call.emulates
@@ -139,14 +140,18 @@ class Recorder:
             signs = self._signs[values.device] = (2 * bits - 1).to(values.device, self._dtype)
         return torch.cat([flat.norm().reshape(1), signs[:rows] @ flat[: rows * _SUMMED].view(rows, _SUMMED)])
 
+    def _has_row(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor gets a row of the record."""
+        return tensor.is_floating_point() and tensor.numel() > 0 and can_sample(tensor)
+
     def _write(self, row: LinkedRow, tensor: torch.Tensor) -> None:
         self._made[_place(tensor)] = len(self.rows)
         self.rows.append(row)
 
-    def _came_from(self, module: str, *values: Any) -> Iterator[int]:
-        for tensor in _floating(values):
+    def _came_from(self, module: str, *values: Any, filled: Any = None) -> Iterator[int]:
+        for tensor in filter(self._has_row, tensors_in(values)):
             if _place(tensor) not in self._made:
-                if not tensor.dim():  # a constant
+                if not tensor.dim() or tensor is filled:  # a constant, or memory that the op wrote to
                     continue
                 self._write(self._row(tensor, module, "input", passes_on=True), tensor)
             yield self._made[_place(tensor)]
@@ -162,15 +167,6 @@ def _should_be_wide(op: str, running: Callable[..., Any] | None) -> bool:
     name = spellings().get(running, ("", False))[0] if running is not None else ""
     name, casting = name or canonical(op), active_casting()
     return row_of(name).reason == "loss" if casting is None else casting.lists.rule_of(name) in ("float", "banned")
-
-
-def _floating(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the floating tensors with values in a tree of arguments or results."""
-    return filter(_has_numbers, tensors_in(values))
-
-
-def _has_numbers(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() > 0 and can_sample(tensor) and not tensor.is_sparse
 
 
 def _place(tensor: torch.Tensor) -> int:

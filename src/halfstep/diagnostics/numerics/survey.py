@@ -21,7 +21,7 @@ from ...core.scalars import scalar_dtype
 from ...kernels.shards import local
 from ..observe.reading import Reading
 from ..observe.row import PROBE, Row
-from ..observe.samples import sample, samples_in
+from ..observe.samples import can_sample, sample, samples_in
 
 __all__ = ["Callers", "LossScale", "Param", "Sampled", "TensorId", "TensorSampler", "can_survey"]
 
@@ -303,14 +303,7 @@ def _look(samples: _Samples, here: torch.Tensor) -> int:
 
 def can_survey(tensor: Any) -> TypeGuard[torch.Tensor]:
     """True for a real, dense, nonempty floating tensor of at least 16 bits, whose values can be counted."""
-    return (
-        isinstance(tensor, torch.Tensor)
-        and tensor.dtype in _DTYPES
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and tensor.numel() > 0
-        and not tensor.is_meta
-    )
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in _DTYPES and tensor.numel() > 0 and can_sample(tensor)
 
 
 def _kinds(counts: torch.Tensor) -> list[dict[int, int]]:

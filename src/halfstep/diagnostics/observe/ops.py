@@ -140,8 +140,8 @@ class OpCall(NamedTuple):
 
     @property
     def copies(self) -> bool:
-        """True if the op copies a tensor, possibly to another dtype."""
-        return self.name in _COPIES
+        """True if the op copies a tensor, possibly to another dtype. ``torch.vmap`` also makes it of a number."""
+        return self.name in _COPIES and isinstance(self.source, torch.Tensor)
 
     @property
     def is_empty(self) -> bool:

@@ -73,9 +73,12 @@ def draw(tensors: Sequence[torch.Tensor]) -> list[Drawn]:
 
 
 def can_sample(tensor: torch.Tensor) -> bool:
-    """True if a tensor has values in memory; tensors without storage and packed tensors of other libraries do not."""
+    """True if a tensor has a value in memory for each element.
+
+    Sparse, nested and quantized tensors, tensors without storage and packed tensors of other libraries do not.
+    """
     if type(tensor) in ORDINARY:
-        return not tensor.is_meta
+        return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
     return not is_fake(tensor) and (is_sharded(tensor) or not is_traceable_wrapper_subclass(tensor))
 
 
