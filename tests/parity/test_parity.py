@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +74,11 @@ def test_integers_that_are_one_number_in_float32_differ() -> None:
     assert not parity(lambda i: i + 2**24, lambda i: i + 2**24 + (i == 3), torch.arange(8))
 
 
+@dataclass
+class Out:
+    logits: torch.Tensor
+
+
 @pytest.mark.parametrize(
     ("a", "b", "x", "kind"),
     [
@@ -82,9 +87,10 @@ def test_integers_that_are_one_number_in_float32_differ() -> None:
         (lambda i: i, lambda i: i.flip(0), torch.tensor([2**53, 2**53 + 1]), "order"),
         (lambda x: x > 0, lambda x: x < 0, torch.tensor([1.0]), "fused"),
         (lambda x: x.argmax(-1), lambda x: (-x).argmax(-1), torch.arange(3.0), "fused"),
+        (lambda x: (x.sum(), Out(x * 2)), lambda x: (x.sum(), Out(x * 3)), torch.ones(3), "arguments"),
         (lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.3), torch.ones(64), "arguments"),
     ],
-    ids=["float64", "int64", "neighbors", "bool", "argmax", "dropout"],
+    ids=["float64", "int64", "neighbors", "bool", "argmax", "dataclass", "dropout"],
 )
 def test_numbers_of_all_dtypes(a: Any, b: Any, x: torch.Tensor, kind: str) -> None:
     first = parity(a, b, x).first

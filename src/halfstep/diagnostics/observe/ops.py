@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -170,7 +171,7 @@ def _name(op: OpOverload) -> str:
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a tree of lists, tuples and dicts, such as the arguments and results of ops."""
+    """Yield the tensors in a tree of lists, tuples, dicts and dataclasses, such as the arguments and results of ops."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
@@ -178,6 +179,8 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
     elif isinstance(values, dict):
         yield from tensors_in(list(values.values()))
+    elif is_dataclass(values):
+        yield from tensors_in([getattr(values, each.name, None) for each in fields(values)])
 
 
 def _user_modes() -> list[Any]:
