@@ -371,9 +371,9 @@ def test_forms_that_write_into_a_tensor_are_left_alone() -> None:
     a, out = torch.randn(3, 3, dtype=BF16), torch.empty(3, 3, dtype=BF16)
     with OpCasting(BF16, emulate=True):
         torch.mm(a, a, out=out)
-        b = a.clone().addmm_(a, a)
+        assert (b := a.clone()).addmm_(a, a) is b
     assert torch.equal(out, torch.mm(a, a))
-    assert b.dtype is BF16
+    assert torch.equal(b, a.addmm(a, a))
 
 
 def test_only_floating_arguments_are_rounded() -> None:
@@ -390,9 +390,9 @@ def test_only_floating_arguments_are_rounded() -> None:
 def test_the_lists_of_torch_are_emulated_too() -> None:
     a, b = torch.randn(16, 64), torch.randn(64, 32)
     with OpCasting(BF16, OpLists.native(), emulate=True):
-        found, free = a @ b, torch.exp(a.bfloat16())
+        found, free, kept = a @ b, torch.exp(a.bfloat16()), torch.dot(a[0], a[1])
     half = (a.bfloat16().float(), b.bfloat16().float())
-    assert (found.dtype, free.dtype) == (BF16, BF16)
+    assert (found.dtype, free.dtype, kept) == (BF16, BF16, a[0].dot(a[1]))
     assert torch.equal(found, (half[0] @ half[1]).bfloat16())
 
 

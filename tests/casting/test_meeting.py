@@ -78,21 +78,14 @@ def test_a_product_with_a_sparse_matrix_has_a_gradient(layout: str, half: torch.
         torch.testing.assert_close(dense.grad.float(), wanted, atol=0.05, rtol=TOLERANCE[half])  # type: ignore[union-attr]
 
 
-LOSSES = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
-
-
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("swapped", [True, False])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss])
 def test_a_loss_inside_of_a_model_has_gradients(
     loss: Callable[..., torch.Tensor], swapped: bool, half: torch.dtype
 ) -> None:
-    class WithLoss(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = super().forward(x)
-            return loss(A, y) if swapped else loss(y, A)
-
-    plain = WithLoss(4, 4)
+    order = slice(None, None, -1 if swapped else 1)
+    plain = Made(lambda self, x: loss(*(self.layer(x), A)[order]), layer=nn.Linear(4, 4))
     model = amp.initialize(copy.deepcopy(plain), opt_level="O2", dtype=half, emulate=False, verbosity=0)
     for _ in range(5):
         model.zero_grad()
@@ -149,6 +142,7 @@ def test_binary_cross_entropy_of_a_sigmoid_is_that_of_its_logits(lists: bool, ha
 CHANGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "the probabilities": lambda x: x.sigmoid().mul_(0.5),
     "the logits": lambda x: (x.sigmoid(), x.zero_())[0],
+    "the logits, by the sigmoid": lambda x: x.sigmoid_(),
     "another tensor": lambda x: x.sigmoid().clone(),
     "an old sigmoid": lambda x: (x.sigmoid(), *[x.sigmoid() for _ in range(4)])[0],
 }
@@ -267,22 +261,6 @@ def test_what_is_no_op_is_not_called_again() -> None:
 # ---- models
 
 
-class States(nn.Module):
-    """Recurrent cells with states that are made in ``forward``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.gru, self.out = nn.LSTMCell(4, 8), nn.GRU(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        state = torch.zeros(len(x), 8), torch.zeros(len(x), 8)
-        outputs = []
-        for _ in range(3):
-            state = self.cell(x, state)
-            outputs.append(state[0])
-        return self.out(self.gru(torch.stack(outputs), torch.zeros(1, len(x), 8))[0][-1])
-
-
 class Exponential(torch.autograd.Function):
     """Takes fp32 only."""
 
@@ -300,19 +278,20 @@ class Exponential(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0], None
 
 
-class Density(nn.Module):
-    """Sampling in ``forward``, and a loss from another method."""
+def states(self: Any, x: torch.Tensor) -> Any:
+    """Run recurrent cells, with states that are made here."""
+    state = torch.zeros(len(x), 8), torch.zeros(len(x), 8)
+    outputs = []
+    for _ in range(3):
+        state = self.cell(x, state)
+        outputs.append(state[0])
+    return self.out(self.gru(torch.stack(outputs), torch.zeros(1, len(x), 8))[0][-1])
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rate = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> Any:
-        gamma = torch.distributions.Gamma(F.softplus(self.rate(x)) + 1, torch.ones(4), validate_args=False)
-        return gamma.mean + 0 * gamma.rsample()
-
-    def log_prob(self, x: torch.Tensor) -> torch.Tensor:
-        return -self.rate(x).square().sum(-1)
+def density(self: Any, x: torch.Tensor) -> Any:
+    """Draw samples."""
+    gamma = torch.distributions.Gamma(F.softplus(self.rate(x)) + 1, torch.ones(4), validate_args=False)
+    return gamma.mean + 0 * gamma.rsample()
 
 
 def masked(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -327,26 +306,18 @@ def positions(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.two(nodes[torch.arange(len(x)) % 3] + self.table[0])  # type: ignore[no-any-return]
 
 
-def mix_twice(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.mix(torch.fft.fft(torch.fft.fft(self.mix(x), dim=-1), dim=0).real)  # type: ignore[no-any-return]
-
-
-def custom(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.two(Exponential.apply(self.one(x), 0.5))  # type: ignore[no-any-return]
-
-
 def square() -> nn.Linear:
     return nn.Linear(4, 4)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "states": States,
-    "Fourier": lambda: Made(mix_twice, mix=square()),
+    "states": lambda: Made(states, cell=nn.LSTMCell(4, 8), gru=nn.GRU(8, 8), out=nn.Linear(8, 4)),
+    "Fourier": lambda: Made(lambda self, x: self.m(torch.fft.fft(torch.fft.fft(self.m(x)), dim=0).real), m=square()),
     "masked": lambda: Made(masked, qkv=nn.Linear(4, 12), out=square()),
     "positions": lambda: Made(positions, table=torch.linspace(0, 1, 16).reshape(4, 4), one=square(), two=square()),
     "Cayley": lambda: nn.Sequential(nn.utils.parametrizations.orthogonal(square(), orthogonal_map="cayley")),
-    "custom": lambda: Made(custom, one=square(), two=square()),
-    "density": Density,
+    "custom": lambda: Made(lambda self, x: self.b(Exponential.apply(self.a(x), 0.5)), a=square(), b=square()),
+    "density": lambda: Made(density, rate=square()),
 }
 
 

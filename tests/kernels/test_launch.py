@@ -16,7 +16,7 @@ from halfstep.kernels import multi_tensor as ops
 from halfstep.kernels.expr import ElementwiseKernel, trace
 from halfstep.kernels.launch import launch
 from halfstep.kernels.storage import SPLIT, dense, join, plain, split, stochastic
-from halfstep.kernels.tensor_table import ScalarTable, TensorTable
+from halfstep.kernels.tensor_table import ScalarTable, TensorTable, of_rows
 from tests.support.backends import on_each_backend  # noqa: F401
 from tests.support.worlds import BF16, FP16, FP32, FP64
 
@@ -79,6 +79,7 @@ def test_each_row_has_its_numbers() -> None:
     launch(TensorTable.of(x=x, y=y, out=out), ALL, {"a": a, "b": 4.0})
     for p, q, r, number in zip(x, y, out, a.tolist(), strict=True):
         close(r, expected(p, q, number, 4.0))
+    assert {number.dtype for each in (2, a.double()) for number in of_rows(each, [0, 3])} == {FP32}
 
 
 @pytest.mark.parametrize("row", [0, 1, 3])
@@ -248,7 +249,7 @@ def test_tables_cut_rows_into_chunks_that_cover_them() -> None:
     assert again.row.tolist() == [0, 0, 0], "whatever the default device is"
 
 
-def test_addresses_are_read_once_for_all_chunk_sizes() -> None:
+def test_addresses_are_read_once_for_all_chunk_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     table = TensorTable.of(g=[torch.ones(5), torch.ones(3)], p=[torch.ones(5), torch.ones(3)])
     small, large = table.pointers(2), table.pointers(4)
     assert small.memory is large.memory
@@ -256,6 +257,13 @@ def test_addresses_are_read_once_for_all_chunk_sizes() -> None:
     gradients = [torch.ones(5), torch.ones(3)]
     assert table.renew(gradients)
     assert small.memory.values[:2].tolist() == [g.data_ptr() for g in gradients]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # stands in for a copy to a device
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    small.memory._on_host, gradients = False, [torch.ones(5), torch.ones(3)]
+    assert table.renew(gradients)
+    assert (sent := small.memory.values)[:2].tolist() == [g.data_ptr() for g in gradients]
+    assert table.renew(gradients)
+    assert small.memory.values is sent
 
 
 # ---- forms of storage

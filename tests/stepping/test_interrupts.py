@@ -19,7 +19,9 @@ import halfstep
 from halfstep import DynamicLossScale, amp, optimizers
 from halfstep.amp.session import master_params
 from halfstep.casting.scope import active_casting
+from halfstep.compat.fp16_utils import FP16_Optimizer
 from halfstep.core.errors import UsageError
+from halfstep.stepping.attached import skipped_steps
 from tests.support.worlds import start_amp, step_and_clear
 
 _ROOT = str(Path(halfstep.__file__).parent)
@@ -152,10 +154,10 @@ def alike(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def next_batch(world: World) -> None:
+def next_batch(world: World, seed: int = 4) -> None:
     """Gradients are cleared first."""
     world.optimizer.zero_grad()
-    world.block(4)
+    world.block(seed)
     world.step()
 
 
@@ -163,15 +165,12 @@ def next_batch_added(world: World) -> None:
     """Gradients are cleared after the step, as at the end of a loop."""
     world.block(4)
     world.step()
-    world.optimizer.zero_grad()
-    world.block(6)
-    world.step()
+    next_batch(world, 6)
 
 
 def step_at_once(world: World) -> None:
     """Whoever interrupts goes on with a step."""
     world.step()
-    world.optimizer.zero_grad()
     next_batch(world)
 
 
@@ -268,15 +267,18 @@ def test_after_an_interrupted_step_the_next_batch_trains(world: Any, after: str)
 
 @pytest.mark.parametrize("after", _AFTER)
 @pytest.mark.parametrize("held", [False, True])
-def test_an_interrupt_between_the_opening_of_a_block_and_its_first_line(after: str, held: bool) -> None:
+def test_an_interrupt_between_the_opening_of_a_block_and_its_first_line(after: str, held: bool, caplog: Any) -> None:
     """Nobody leaves this block. With gradients from before, they are there again."""
+    caplog.set_level("INFO", "halfstep")
     worlds = [World("O2", torch.float16, _MAKERS["AdamW"]) for _ in range(2)]
     for world in worlds if held else []:
         world.block(5)
     block = amp.scale_loss(worlds[0].loss(3), worlds[0].optimizer)
     block.__enter__().backward()
     del block
+    assert "interrupted" not in caplog.text
     assert alike(*(outcome(world, _AFTER[after]) for world in worlds))
+    assert "interrupted; its backward pass is discarded" in caplog.text
 
 
 def interrupt(*_: Any, **__: Any) -> None:
@@ -320,6 +322,16 @@ def test_a_block_in_which_gradients_are_cleared_stays_open() -> None:
         scaled_loss.backward()
 
 
+def test_gradients_of_which_some_are_scaled_again_go_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = FP16_Optimizer(torch.optim.SGD([weight := nn.Parameter(torch.ones(2))], lr=1.0), verbose=False)
+    with monkeypatch.context() as patched:
+        patched.setattr("halfstep.parameters.ledger.Gradients.multiply", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.backward(weight.sum(), update_master_grads=False)
+    optimizer.step()
+    assert (weight.tolist(), weight.grad, skipped_steps(optimizer._attached.counts)) == ([1.0, 1.0], None, 1)
+
+
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("seed", [3, 13])
 def test_an_interrupt_before_the_overflow_is_noted(held: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,12 +352,6 @@ def test_an_interrupt_before_the_overflow_is_noted(held: bool, seed: int, monkey
     for world in worlds:
         next_batch(world)
     assert alike(*(world.weights() for world in worlds))
-
-
-def test_nothing_is_said_of_an_interrupt_that_was_none(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "halfstep"):
-        World("O2", torch.float16, _MAKERS["FusedAdam"])
-    assert "interrupted" not in caplog.text
 
 
 def finalizer() -> None:

@@ -14,6 +14,8 @@ from torch import nn
 from halfstep import amp
 from halfstep.core.errors import HalfstepError
 from halfstep.stepping.backward import Window, WindowState
+from halfstep.stepping.ranks.ddp_sync import RankSync, share_overflow
+from tests.support.worlds import scaled_backward
 
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
 IDLE, OPEN, REACHED, FINISHING, READY, SCALED, DIRTY = WindowState
@@ -102,3 +104,12 @@ def test_the_states_of_a_window_follow_the_picture(level: str, overflows: bool, 
             assert loop.state is not FINISHING, "nothing is left half done"
             assert is_open <= (loop.state is OPEN) or name in ("leave", "interrupt"), "only its exit ends a block"
     assert [move for move in moves if move[1] not in PICTURE[move[0]]] == []
+
+
+def test_passes_that_no_step_follows_leave_few_records_and_each_scale_has_heard_of_them() -> None:
+    loop = Loop("O1", overflows=False)
+    for _ in range(70):
+        scaled_backward(loop.model(X).float().sum(), loop.optimizer)
+    records = loop.optimizer._amp_stash.window.records
+    assert len(records) < 64
+    assert share_overflow(records, [RankSync()]) == {}

@@ -210,6 +210,13 @@ def test_an_optimizer_and_its_wrapper_are_one() -> None:
         amp.initialize(nn.Linear(8, 8), inner, opt_level="O2", verbosity=0)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "FusedAdam"])
+def test_an_optimizer_in_larc_keeps_its_moments_in_the_dtype_that_is_asked_for(name: str) -> None:
+    model, optimizer = start("LARC", name, "O2", dtype=torch.bfloat16, loss_scale=1.0, state_dtype=torch.bfloat16)
+    train(model, optimizer, "scale_loss", 1)
+    assert optimizer.state[model.weight]["exp_avg"].dtype is torch.bfloat16
+
+
 def test_an_optimizer_that_holds_itself_is_no_wrapper() -> None:
     model, optimizer = with_optimizer(nn.Linear(8, 8, bias=False), torch.optim.SGD, lr=RATE)
     optimizer.me = optimizer

@@ -147,7 +147,7 @@ class CastMode(TorchFunctionMode):
     @property
     def is_needed(self) -> bool:
         """True if the mode must be on torch's stack."""
-        return bool(self.plan.table) or self.session is not None or self.plan.call_again is not None
+        return bool(self.plan.table) or self.session is not None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

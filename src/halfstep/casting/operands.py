@@ -63,7 +63,7 @@ class Operand:
     def read(self) -> Tensor:
         """Return the widened tensor for another product."""
         self._reads += 1
-        if self._reads > 1 and self.wide.shape != self.half.shape:
+        if self.wide.shape != self.half.shape:
             self.wide.data = self.half.float()
         return self.wide
 
@@ -147,7 +147,7 @@ def _operand_of(tensor: Tensor, kept: Kept, half: torch.dtype, kind: str) -> tup
         return base, (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
     if base is None and (kind not in _REARRANGING or type(tensor) is not Tensor or tensor.numel() < MIN_ELEMENTS):
         return None, None
-    copy = Operand(tensor.detach().to(half))
+    copy = Operand(tensor.to(half))
     kept[id(copy.wide)] = copy
     return (copy, None) if base is not None or torch.equal(copy.wide, tensor) else (None, None)
 
