@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.casting.scope import OpCasting
-from tests.support.worlds import HALVES, Made, scaled_backward, step_and_clear, with_optimizer
+from tests.support.worlds import HALVES, Made, advance, scaled_backward, unscaled_step, with_optimizer
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -64,11 +64,7 @@ def test_ops_meet(name: str, lists: bool, half: torch.dtype) -> None:
 def test_a_product_with_a_sparse_matrix_has_a_gradient(layout: str, half: torch.dtype) -> None:
     matrix = getattr(A * (A > 0), layout)()
     dense = A.to(half).requires_grad_()
-
-    def by_name(matrix: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        return torch.mm(input=matrix, mat2=dense)
-
-    for product in (torch.sparse.mm, torch.matmul, torch.mm, by_name):
+    for product in (torch.sparse.mm, torch.matmul, torch.mm, lambda m, d: torch.mm(input=m, mat2=d)):
         dense.grad = None
         with OpCasting(half):
             result = product(matrix, dense)
@@ -76,6 +72,14 @@ def test_a_product_with_a_sparse_matrix_has_a_gradient(layout: str, half: torch.
         result.sum().backward()
         wanted = (A * (A > 0)).t() @ torch.ones(4, 4)
         torch.testing.assert_close(dense.grad.float(), wanted, atol=0.05, rtol=TOLERANCE[half])  # type: ignore[union-attr]
+
+
+def test_a_lookup_in_fp32_gives_its_weight_a_sparse_gradient() -> None:
+    weight: Any = nn.Parameter(A.bfloat16())
+    with amp.auto_cast(dtype="bfloat16", custom_black_list=["embedding"]):
+        found = torch.embedding(weight, torch.tensor([0, 3]), -1, False, True)
+    found.sum().backward()
+    assert (found.dtype, weight.grad.is_sparse) == (torch.float32, True)
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -331,15 +335,11 @@ def test_a_model_that_makes_fp32_tensors_trains(kind: str, level: str, half: tor
     for mixed in (False, True):
         model, optimizer = with_optimizer(copy.deepcopy(reference), torch.optim.SGD, lr=0.1)
         if mixed:
-            model, optimizer = amp.initialize(
-                model, optimizer, opt_level=level, dtype=half, loss_scale=16.0, verbosity=0
-            )
+            amp.initialize(model, optimizer, opt_level=level, dtype=half, loss_scale=16.0, verbosity=0)
         for _ in range(10):
             torch.manual_seed(1)
             loss = F.mse_loss(model(x).float(), y)
-            with amp.scale_loss(loss, optimizer) if mixed else nullcontext(loss) as scaled:
-                scaled.backward()
-            step_and_clear(optimizer)
+            (advance if mixed else unscaled_step)(loss, optimizer)
         losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
