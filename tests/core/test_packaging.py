@@ -148,8 +148,7 @@ def test_wheel(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"halfstep"}
     assert "](https://halfstep.github.io/halfstep/images/demo.svg)" in info
-    required = re.findall(r"^Requires-Dist: ([\w.-]+)[^;\n]*$", info, re.M)
-    assert set(required) == {"torch", "click", "rich"}
+    assert set(re.findall(r"^Requires-Dist: ([\w.-]+)[^;\n]*$", info, re.M)) == {"torch", "click", "rich"}
     tracked = subprocess.run(
         ["git", "ls-files", "halfstep"], cwd=ROOT / "src", check=True, capture_output=True, text=True
     )
