@@ -26,8 +26,7 @@ def command(reference: Path, candidate: Path, html: Path | None) -> None:
     from ..core.errors import HalfstepError
     from ..diagnostics.numerics import compare, write_comparison
 
-    if html is not None:
-        check_writable(html)
+    check_writable(html)
     try:
         comparison = compare(reference, candidate)
     except HalfstepError as error:

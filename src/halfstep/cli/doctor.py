@@ -48,8 +48,7 @@ def command(script: Script | None, as_json: bool, html: Path | None) -> Callable
     do. Exits with 1 if that is an error. A SCRIPT of `-` is the standard input.
     """
     if script is not None:
-        if html is not None:
-            check_writable(html)
+        check_writable(html)
         return functools.partial(_check, script, as_json, html)
     if html is not None:
         raise click.UsageError("--html goes with a SCRIPT.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.inner_optimizers import params_of
+from ..core.text import numbered
 from ..diagnostics.numerics import Monitor, Row, save_rows, write_report
 from ..diagnostics.numerics.monitor import TENSORS
 from ..diagnostics.observe.names import OUTSIDE
@@ -82,34 +82,26 @@ class Monitors:
 
     def before_step(self, attached: AttachedOptimizer) -> None:
         """Receive the start of a step, which may be the first."""
-        self._begin_late(attached.optimizer)
+        self.see_step(attached.optimizer, (), {})
 
     def after_step(self, attached: AttachedOptimizer) -> None:
         """Receive the end of a step; the monitors observe it themselves."""
 
     def see_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Receive a step of any torch optimizer."""
-        self._begin_late(optimizer)
+        """Receive a step of any torch optimizer, which may be the first."""
+        if optimizer not in self._seen:
+            self._begin(optimizer, _modules_of(optimizer))
 
     def rows(self) -> list[Row]:
         """Return the rows of all models. With several models, names begin with the class of the model."""
-        kinds = Counter(type(model).__name__ for model in {id(model): model for model, _ in self._monitors}.values())
-        names: dict[int, str] = {}
+        models = {id(model): model for model, _ in self._monitors}
+        names = dict(zip(models, numbered([type(model).__name__ for model in models.values()], "{}{}"), strict=True))
         found = []
         for model, monitor in self._monitors:
             monitor.detach()
-            kind = type(model).__name__
-            number = sum(name.startswith(kind) for name in names.values())
-            names.setdefault(id(model), kind if kinds[kind] == 1 else f"{kind}{number}")
             rows = monitor.rows()
-            if kinds.total() > 1:
-                rows = [_of_model(row, names[id(model)]) for row in rows]
-            found += rows
+            found += rows if len(models) == 1 else [_of_model(row, names[id(model)]) for row in rows]
         return sorted(found, key=lambda row: row.step)
-
-    def _begin_late(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer not in self._seen:
-            self._begin(optimizer, _modules_of(optimizer))
 
     def _begin(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
         params = {*map(id, params_of(optimizer))}

@@ -45,9 +45,7 @@ class Outputs:
             raise click.UsageError("--every goes with --numerics FILE.")
         if self.report is not None and self.numerics is not None and self.report.resolve() == self.numerics.resolve():
             raise click.UsageError(f"--report and --numerics would both write {self.report}.")
-        for path in (self.report, self.numerics):
-            if path is not None:
-                check_writable(path)
+        check_writable(self.report, self.numerics)
 
     @contextmanager
     def written(self, script: str, command_line: list[str]) -> Iterator[None]:

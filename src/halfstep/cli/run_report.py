@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..core.text import counted
+from ..core.text import counted, numbered
 from ..diagnostics.pages import (
     Line,
     Markup,
@@ -267,9 +267,7 @@ def _plain_lines(
 
 def _named(all_steps: Sequence[OptimizerSteps]) -> _Named:
     """Name the optimizers by class, numbered if a class occurs several times."""
-    classes = [steps.name for steps in all_steps]
-    suffixes = [f" {classes[:i].count(name)}" if classes.count(name) > 1 else "" for i, name in enumerate(classes)]
-    return {f"{steps.name}{suffix}": steps for steps, suffix in zip(all_steps, suffixes, strict=True)}
+    return dict(zip(numbered([steps.name for steps in all_steps]), all_steps, strict=True))
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

@@ -67,8 +67,7 @@ def write_sources(texts: Mapping[Path, str]) -> None:
     Raises:
         click.ClickException: with the file that cannot be written, and the reason.
     """
-    for path in texts:
-        check_writable(path)
+    check_writable(*texts)
     with ExitStack() as stack:  # an interruption also keeps the old files and leaves no new ones
         made = []
         for path, text in texts.items():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .._version import __version__
 
-__all__ = ["counted", "install_line", "listed", "show_log"]
+__all__ = ["counted", "install_line", "listed", "numbered", "show_log"]
 
 RELEASED = ".dev" not in __version__
 """True if this version is on the package index; otherwise only a clone of the repository can be installed."""
@@ -27,6 +27,16 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     """Format the first names and the number of remaining ones: ``a, b, c and 2 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def numbered(names: Sequence[str], form: str = "{} {}") -> list[str]:
+    """Tell equal names apart by a number: ``SGD 0, Adam, SGD 1``; a name that occurs once stays as it is.
+
+    Args:
+        names: the names.
+        form: the format of a name and its number.
+    """
+    return [form.format(name, names[:i].count(name)) if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
 def install_line(extra: str) -> str:

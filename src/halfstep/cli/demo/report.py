@@ -152,7 +152,8 @@ def write_report(path: Path, runs: Sequence[DemoRun], settings: DemoSettings, no
 
 def _results(runs: Sequence[DemoRun], device: torch.device) -> list[Markup]:
     columns, rows = summarize(runs, device)
-    body = [[join([_dot(i), f"{level} {dtype}"]), *rest] for i, (level, dtype, *rest) in enumerate(rows)]
+    dots = [element("span", class_=f"dot hue{i % 8}") for i in range(len(rows))]
+    body = [[join([dot, f"{level} {dtype}"]), *rest] for dot, (level, dtype, *rest) in zip(dots, rows, strict=True)]
     text = (
         "Accuracy is on 360 images that were not trained on: one image is 0.28 points. The final loss is the mean of "
         "the last epoch. Held are weights, masters, gradients, optimizer state and BatchNorm statistics. The peak of a "
@@ -206,15 +207,9 @@ def _losses(runs: Sequence[DemoRun]) -> Markup:
     exponents = [value for line in drawn for _, value in line.points if not math.isnan(value)] or [0.0]
     low, high = min(exponents) - 0.1, max(exponents) + 0.1
     ends = ", ".join(f"{run.name} {run.final_loss:.2g}" for run in runs)
-    picture = lines(
-        "Loss",
-        f"{len(drawn)} lines over {len(runs[0].losses)} steps. In the last epoch: {ends}.",
-        drawn,
-        low=low,
-        high=high,
-        label=lambda at: f"{10.0**at:.1g}",
-        ticks=_decades(low, high),
-    )
+    told = f"{len(drawn)} lines over {len(runs[0].losses)} steps. In the last epoch: {ends}."
+    ticks = _decades(low, high)
+    picture = lines("Loss", told, drawn, low=low, high=high, label=lambda at: f"{10.0**at:.1g}", ticks=ticks)
     epochs = range(len(runs[0].losses) // EPOCH_STEPS)
     body = [
         [str(epoch + 1), *(f"{statistics.fmean(_of_epoch(run.losses, epoch)):.4f}" for run in runs)] for epoch in epochs
@@ -277,10 +272,6 @@ def _command(settings: DemoSettings) -> str:
 def _finite(value: float) -> float | None:
     """Convert a number for JSON, which has neither inf nor NaN."""
     return value if math.isfinite(value) else None
-
-
-def _dot(hue: int) -> Markup:
-    return element("span", class_=f"dot hue{hue % 8}")
 
 
 def _mebibytes(count: int) -> str:
