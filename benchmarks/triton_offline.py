@@ -192,7 +192,8 @@ def layout_for(kernel: ElementwiseKernel, storage: str) -> Layout:
         columns.append((name, next(slots), form))
         for _ in form.dtypes[1:]:
             next(slots)
-    return Layout(tuple(columns), F32)
+    seed = ("seed",) if weights.kind == "stochastic" else ()
+    return Layout(tuple(columns), trace(kernel).scalars + seed, F32)
 
 
 def combinations() -> Iterator[tuple[ElementwiseKernel, str]]:

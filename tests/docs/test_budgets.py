@@ -40,8 +40,8 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
     "diagnostics": ("diagnostics",),
     "paddle": ("paddle",),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_817, "compat": 3_299, "diagnostics": 4_206, "paddle": 1_458}
-ALL_CODE_LINES = 22_690
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_759, "compat": 3_299, "diagnostics": 4_203, "paddle": 1_458}
+ALL_CODE_LINES = 22_609
 FEATURES = {"diagnosis": (484, 543), "formats": (1_499, 1_299), "searching": (900, 700)}
 FEATURES |= {"profiling": (1_097, 900), "parity": (500, 450)}
 """Lines of code of a room and of its tests. The budgets of all sources and all tests leave them out (issue 48)."""

@@ -19,7 +19,6 @@ from halfstep.kernels.blockwise import (
     blocks_of,
     dequantize,
     dynamic_map,
-    map_on,
     quantize,
     widened,
 )
@@ -130,7 +129,7 @@ def run(
     kept = []
     for place, (column, storage) in enumerate((("first", SIGNED), ("second", UNSIGNED))):
         codes, absmax = map(list, zip(*(quantize(row[place], storage) for row in values), strict=True))
-        columns[column] = (storage, (codes, absmax, [map_on(storage, torch.device("cpu"))] * len(grads)))
+        columns[column] = (storage, (codes, absmax, [dynamic_map(storage, torch.device("cpu"))] * len(grads)))
         kept += [codes, absmax]
     with kernels.backend(name):
         for _ in range(3):

@@ -32,7 +32,6 @@ __all__ = [
     "dequantize",
     "dynamic_map",
     "grid",
-    "map_on",
     "quantize",
     "widened",
 ]
@@ -44,6 +43,7 @@ SIGNED = Storage("blockwise", (torch.uint8, torch.float32, torch.float32), signe
 UNSIGNED = Storage("blockwise", (torch.uint8, torch.float32, torch.float32))
 """The storage of values without a sign: codes, ``absmax`` and the map, which all rows of a table share."""
 
+_CPU = torch.device("cpu")
 _DECADES = 7
 OFFSET, PER_WIDTH = torch.tensor([0.1, 1 / 0.9], dtype=torch.float32, device="cpu").tolist()
 """The start of a decade, and the factor that scales its length to 1; both are float32 numbers."""
@@ -70,7 +70,7 @@ class Grid(NamedTuple):
 
 
 @functools.cache
-def dynamic_map(storage: Storage) -> torch.Tensor:
+def dynamic_map(storage: Storage, device: torch.device = _CPU) -> torch.Tensor:
     """Return the 256 float32 numbers that codes represent, ascending, with or without negative numbers.
 
     The bits equal ``create_dynamic_map`` of bitsandbytes. The largest number is 1; only the signed map has numbers
@@ -84,13 +84,7 @@ def dynamic_map(storage: Storage) -> torch.Tensor:
         numbers += ((ends[:-1] + ends[1:]) / 2.0 * 10.0 ** (decade + 1 - _DECADES)).tolist()
     if signed:
         numbers += [-number for number in numbers if 0.0 < number < 1.0]
-    return torch.tensor(sorted(numbers), dtype=torch.float32, device="cpu")
-
-
-@functools.cache
-def map_on(storage: Storage, device: torch.device) -> torch.Tensor:
-    """Return ``dynamic_map`` on a device."""
-    return dynamic_map(storage).to(device)
+    return torch.tensor(sorted(numbers), dtype=torch.float32, device=device)
 
 
 @functools.cache
@@ -124,17 +118,16 @@ def quantize(value: torch.Tensor, storage: Storage) -> tuple[torch.Tensor, torch
     Returns:
         Codes (uint8, with the shape and strides of ``value``) and ``absmax`` (float32, shape [blocks]).
     """
-    count, blocks = value.numel(), blocks_of(value.numel())
-    flat = torch.nn.functional.pad(value.as_strided((count,), (1,)), (0, blocks * BLOCK - count)).view(blocks, BLOCK)
-    absmax = flat.abs().amax(1) if blocks else flat.new_zeros(0)
+    blocks = _in_blocks(value)
+    absmax = blocks.abs().amax(1)
     inverse = 1.0 / torch.where(absmax < TINY, TINY, absmax)
-    codes = _codes(flat * inverse[:, None], storage).to(torch.uint8).flatten()[:count]
-    return codes.clone().as_strided(value.shape, value.stride()), absmax
+    codes = _codes(blocks * inverse[:, None], storage).to(torch.uint8)
+    return _laid_out(codes, value).clone(memory_format=torch.preserve_format), absmax
 
 
 def dequantize(codes: torch.Tensor, absmax: torch.Tensor, storage: Storage) -> torch.Tensor:
     """Return the float32 values of codes, as a step reads them, with the shape and strides of the codes."""
-    return map_on(storage, codes.device)[codes.int()] * _spread(absmax, codes)
+    return dynamic_map(storage, codes.device)[codes.int()] * _spread(absmax, codes)
 
 
 def widened(codes: torch.Tensor, absmax: torch.Tensor, storage: Storage) -> torch.Tensor:
@@ -145,19 +138,27 @@ def widened(codes: torch.Tensor, absmax: torch.Tensor, storage: Storage) -> torc
     """
     values = dequantize(codes, absmax, storage)
     if storage.signed:
-        count, blocks = codes.numel(), len(absmax)
-        flat = torch.nn.functional.pad(codes.as_strided((count,), (1,)), (0, blocks * BLOCK - count), value=1)
-        flat = flat.view(blocks, BLOCK)
-        lowest = (flat == 0) & (flat != 255).all(1, keepdim=True)
-        lowest = lowest.flatten()[:count].as_strided(codes.shape, codes.stride())
+        blocks = _in_blocks(codes, fill=1)
+        lowest = _laid_out((blocks == 0) & (blocks != 255).all(1, keepdim=True), codes)
         values = torch.where(lowest, -_spread(absmax, codes), values)
     return values
 
 
+def _in_blocks(tensor: torch.Tensor, fill: int = 0) -> torch.Tensor:
+    """Return the elements of a dense tensor in the order of memory, filled up to the shape [blocks, BLOCK]."""
+    count = tensor.numel()
+    flat = tensor.as_strided((count,), (1,))
+    return torch.nn.functional.pad(flat, (0, blocks_of(count) * BLOCK - count), value=fill).view(-1, BLOCK)
+
+
+def _laid_out(blocks: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """View blocks with the shape and strides of a tensor."""
+    return blocks.flatten()[: like.numel()].as_strided(like.shape, like.stride())
+
+
 def _spread(absmax: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Expand ``absmax`` to one value per code, in the layout of the codes."""
-    each = absmax.repeat_interleave(BLOCK, output_size=len(absmax) * BLOCK)[: codes.numel()]
-    return each.as_strided(codes.shape, codes.stride())
+    return _laid_out(absmax.repeat_interleave(BLOCK, output_size=len(absmax) * BLOCK), codes)
 
 
 def _codes(scaled: torch.Tensor, storage: Storage) -> torch.Tensor:

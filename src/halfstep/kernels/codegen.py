@@ -10,7 +10,7 @@ from .expr import ElementwiseKernel, trace
 from .storage import Storage
 from .tensor_table import Launcher, ScalarTable, TensorTable
 
-__all__ = ["GeneratedLauncher", "Layout", "layout_of", "scalar_names"]
+__all__ = ["GeneratedLauncher", "Layout", "layout_of"]
 
 
 @dataclass(frozen=True)
@@ -19,24 +19,21 @@ class Layout:
 
     Attributes:
         columns: for each column its name, the index of its first part in the table of pointers, and its storage.
+        scalars: the lines of the scalar table: the kernel's scalars, and ``seed`` for stochastic rounding.
         compute_dtype: float32 or float64.
     """
 
     columns: tuple[tuple[str, int, Storage], ...]
+    scalars: tuple[str, ...]
     compute_dtype: torch.dtype
 
 
 def layout_of(kernel: ElementwiseKernel, table: TensorTable) -> Layout:
-    """Find the columns of a kernel in a table."""
-    slots = table.slots
-    columns = tuple((name, slots[name], table.columns[name][0]) for name in trace(kernel).columns)
-    return Layout(columns, table.compute_dtype)
-
-
-def scalar_names(kernel: ElementwiseKernel, layout: Layout) -> tuple[str, ...]:
-    """List the lines of the scalar table: the kernel's scalars, and a seed for stochastic rounding."""
-    random = any(storage.kind == "stochastic" for _, _, storage in layout.columns)
-    return (*trace(kernel).scalars, *(("seed",) if random else ()))
+    """Find the columns of a kernel in a table, and list its scalars."""
+    slots, traced = table.slots, trace(kernel)
+    columns = tuple((name, slots[name].start, table.columns[name][0]) for name in traced.columns)
+    random = any(storage.kind == "stochastic" for _, _, storage in columns)
+    return Layout(columns, (*traced.scalars, *(("seed",) if random else ())), table.compute_dtype)
 
 
 class GeneratedLauncher(Launcher):
@@ -52,8 +49,7 @@ class GeneratedLauncher(Launcher):
     def __init__(self, kernel: ElementwiseKernel, layout: Layout, table: TensorTable, chunk: int) -> None:
         self._rows, self._finds = len(table), kernel.results > 0
         self._pointers = pointers = table.pointers(chunk)
-        self._scalars = ScalarTable(scalar_names(kernel, layout), len(table), table.compute_dtype, table.device)
+        self._scalars = ScalarTable(layout.scalars, len(table), table.compute_dtype, table.device)
         self._partial = torch.zeros(kernel.results, pointers.chunks, dtype=torch.float64, device=table.device)
         self._results = torch.zeros(kernel.results, len(table), dtype=torch.float64, device=table.device)
-        places = {name: range(slot, slot + len(storage.dtypes)) for name, slot, storage in layout.columns}
-        self._written = [part for name in trace(kernel).stores for part in places[name]]
+        self._written = [part for name in trace(kernel).stores for part in table.slots[name]]

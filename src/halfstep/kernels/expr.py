@@ -23,6 +23,7 @@ __all__ = [
     "Symbol",
     "TorchUpdate",
     "Trace",
+    "Value",
     "elementwise_kernel",
     "trace",
 ]
@@ -117,7 +118,43 @@ class Trace:
     statistics: tuple[int, ...]
 
 
-class Symbol:
+class Value:
+    """A value in an update, with the operators and methods that an update may use."""
+
+    __slots__ = ()
+
+    def _apply(self, op: str, *operands: Any) -> Any:
+        """Compute an operation, by the name that it has in a ``Node``, of this value and others."""
+        raise NotImplementedError
+
+    def __add__(self, other: Any) -> Any:
+        return self._apply("add", self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._apply("add", other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._apply("sub", self, other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._apply("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._apply("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._apply("div", self, other)
+
+    def sqrt(self) -> Any:
+        """Compute the correctly rounded square root."""
+        return self._apply("sqrt", self)
+
+    def maximum(self, other: Any) -> Any:
+        """Compute the larger of two values; NaN if either is NaN."""
+        return self._apply("maximum", self, other)
+
+
+class Symbol(Value):
     """A symbolic value; operators on it are recorded in its trace."""
 
     __slots__ = ("_nodes", "index")
@@ -129,32 +166,6 @@ class Symbol:
     def _apply(self, op: str, *operands: Symbol | float) -> Symbol:
         symbols = [x if isinstance(x, Symbol) else Symbol(self._nodes, Node("const", (float(x),))) for x in operands]
         return Symbol(self._nodes, Node(op, tuple([symbol.index for symbol in symbols])))
-
-    def __add__(self, other: Symbol | float) -> Symbol:
-        return self._apply("add", self, other)
-
-    def __radd__(self, other: float) -> Symbol:
-        return self._apply("add", other, self)
-
-    def __sub__(self, other: Symbol | float) -> Symbol:
-        return self._apply("sub", self, other)
-
-    def __mul__(self, other: Symbol | float) -> Symbol:
-        return self._apply("mul", self, other)
-
-    def __rmul__(self, other: float) -> Symbol:
-        return self._apply("mul", other, self)
-
-    def __truediv__(self, other: Symbol | float) -> Symbol:
-        return self._apply("div", self, other)
-
-    def sqrt(self) -> Symbol:
-        """Compute the correctly rounded square root."""
-        return self._apply("sqrt", self)
-
-    def maximum(self, other: Symbol) -> Symbol:
-        """Compute the larger of two values; NaN if either is NaN."""
-        return self._apply("maximum", self, other)
 
 
 @functools.cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from contextvars import ContextVar
-from types import TracebackType
 
 import torch
 
@@ -40,9 +39,7 @@ class backend:  # noqa: N801 - reads as a verb, as torch.set_grad_enabled does
     def __enter__(self) -> backend:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _chosen.reset(self._token)
 
 
@@ -60,8 +57,11 @@ def backend_for(device: torch.device | str) -> str:
         name = "compiled" if kind == "cpu" else "eager"
     if name in ("compiled", "torch") and kind != "cpu":
         raise UsageError(f"backend={name!r} runs on the CPU, not on {kind}; choose 'auto', 'triton' or 'eager'.")
-    if name == "compiled" and not _has_compiler():
-        return "torch"
+    if name == "compiled":
+        from .backends import compiler
+
+        if not compiler.available():
+            return "torch"
     if name == "triton":
         if not _has_triton():
             raise UsageError("backend='triton' needs the triton package; pip install triton, or choose 'auto'.")
@@ -125,9 +125,3 @@ def _known(name: str, where: str) -> str:
 
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def _has_compiler() -> bool:
-    from .backends import compiler
-
-    return compiler.available()

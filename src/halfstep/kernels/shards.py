@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,27 +104,23 @@ def domain_of(tensor: torch.Tensor) -> Domain:
 
 def complete_sum(values: torch.Tensor, domain: Domain) -> torch.Tensor:
     """Sum, in place, the values that the processes of a domain computed from their parts. A collective operation."""
-    if domain == FLATTENED:
-        _refuse_flattened()
-    for group in domain:
-        dist.all_reduce(values, group=group)
-    return values
+    return _complete(values, domain, "SUM")
 
 
 def complete_max(values: torch.Tensor, domain: Domain) -> torch.Tensor:
     """Take, in place, the maximum of the values of all processes of a domain. A collective operation."""
+    return _complete(values, domain, "MAX")
+
+
+def _complete(values: torch.Tensor, domain: Domain, reduction: str) -> torch.Tensor:
     if domain == FLATTENED:
-        _refuse_flattened()
+        raise UsageError(
+            "FullyShardedDataParallel (FSDP1) has cut these parameters, and halfstep cannot know over which processes. "
+            "So each process would clip by the norm of its own part, or skip a step alone where only its part "
+            "overflows. Use fully_shard (FSDP2), where loss scales, clipping and norms work. With FSDP1 use bfloat16 "
+            "without a loss scale, clip with the clip_grad_norm_ method of the wrapper, and use an optimizer that "
+            "takes no norms."
+        )
     for group in domain:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(values, op=getattr(dist.ReduceOp, reduction), group=group)
     return values
-
-
-def _refuse_flattened() -> NoReturn:
-    raise UsageError(
-        "FullyShardedDataParallel (FSDP1) has cut these parameters, and halfstep cannot know over which processes. "
-        "So each process would clip by the norm of its own part, or skip a step alone where only its part "
-        "overflows. Use fully_shard (FSDP2), where loss scales, clipping and norms work. With FSDP1 use bfloat16 "
-        "without a loss scale, clip with the clip_grad_norm_ method of the wrapper, and use an optimizer that "
-        "takes no norms."
-    )

@@ -114,10 +114,12 @@ class TensorTable:
         return self._length
 
     @property
-    def slots(self) -> dict[str, int]:
-        """The index of each column's first part, as pointer tables count parts."""
-        widths = [len(parts) for _, parts in self.columns.values()]
-        return dict(zip(self.columns, itertools.accumulate(widths, initial=0), strict=False))
+    def slots(self) -> dict[str, range]:
+        """The indices of each column's parts, as pointer tables count parts."""
+        ends = itertools.accumulate(len(parts) for _, parts in self.columns.values())
+        return {
+            name: range(end - len(self.columns[name][1]), end) for name, end in zip(self.columns, ends, strict=True)
+        }
 
     def renew(self, tensors: list[torch.Tensor]) -> bool:
         """Put new tensors of the same kind into the first column, usually this step's gradients.
@@ -159,22 +161,22 @@ class AddressTable:
         device: the device of the tensors.
         lengths: the element count of each row.
         parts: the tensors of each part of each column, one list per part. The first list is empty between steps.
-        staged: the copies of the tensors of each staged row, by row index; None for a tensor that does not have one
-            element per value, which kernels use in place.
+        staged: the copies of the tensors of staged rows, by the indices of their part and row. Kernels use a tensor in
+            place that does not have one element per value.
         values: int64, shape [parts * rows]: the addresses of the tensors of each part of each column, on the device.
     """
 
     def __init__(self, table: TensorTable) -> None:
         self.device = table.device
         self.parts = [list(part) for _, parts in table.columns.values() for part in parts]
-        # For each part, True if it has one element per value; and the index of the part with 8-bit codes.
+        # For each part, True if it has one element per value.
         storages = [storage for storage, _ in table.columns.values()]
         alike = [place < each.elementwise for each in storages for place in range(len(each.dtypes))]
-        codes = next((i for i, part in enumerate(self.parts) if part and part[0].dtype is torch.uint8), None)
-        self.staged: dict[int, list[torch.Tensor | None]] = {
-            i: _staging(row, alike, None if codes is None else row[codes])
+        self.staged = {
+            (part, i): copy
             for i, row in enumerate(zip(*self.parts, strict=True))
             if not _alike(list(itertools.compress(row, alike)))
+            for part, copy in _staging(row, alike).items()
         }
         self.lengths = [t.numel() for t in self.parts[0]]
         # All parts but the first, and their addresses.
@@ -182,10 +184,8 @@ class AddressTable:
         self._known = list(map(_ADDRESS, self._others))
         rows = len(self.lengths)
         self._flat = array.array("q", [0] * rows + self._known)  # on a CPU it is the memory of ``values``
-        for i, copies in self.staged.items():
-            for part, scratch in enumerate(copies):
-                if scratch is not None:
-                    self._flat[part * rows + i] = scratch.data_ptr()
+        for (part, i), copy in self.staged.items():
+            self._flat[part * rows + i] = copy.data_ptr()
         self._on_host = self.device.type != "cuda"
         self.values = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._on_host and rows:
@@ -203,8 +203,9 @@ class AddressTable:
         if list(map(_ADDRESS, self._others)) != self._known:
             return False
         found = array.array("q", map(_ADDRESS, tensors))
-        for i, copies in self.staged.items():  # the first column has one element per value, so it has copies
-            found[i] = copies[0].data_ptr()  # type: ignore[union-attr]
+        for (part, i), copy in self.staged.items():
+            if part == 0:
+                found[i] = copy.data_ptr()
         if self._on_host:  # no running kernel reads the old addresses
             self._flat[: len(tensors)] = found
         elif tensors and not (len(self.values) and found == self._flat[: len(tensors)]):
@@ -218,23 +219,18 @@ class AddressTable:
 
     def tensors(self, part: int) -> list[torch.Tensor]:
         """Return the tensors of one part, with the copies in place of staged tensors."""
-        found = [(self.staged[i][part] if i in self.staged else None, t) for i, t in enumerate(self.parts[part])]
-        return [t if copy is None else copy for copy, t in found]
+        return [self.staged.get((part, i), t) for i, t in enumerate(self.parts[part])]
 
     def stage_in(self) -> None:
         """Copy the values of staged rows into their copies, before a kernel runs."""
-        for i, copies in self.staged.items():
-            for part, scratch in enumerate(copies):
-                if scratch is not None:
-                    scratch.copy_(self.parts[part][i])
+        for (part, i), copy in self.staged.items():
+            copy.copy_(self.parts[part][i])
 
     def stage_out(self, parts: Sequence[int]) -> None:
         """Copy the values of staged rows back from the parts that a kernel wrote."""
-        for i, copies in self.staged.items():
-            for part in parts:
-                scratch = copies[part]
-                if scratch is not None:
-                    self.parts[part][i].copy_(scratch)
+        for (part, i), copy in self.staged.items():
+            if part in parts:
+                self.parts[part][i].copy_(copy)
 
 
 class PointerTable:
@@ -306,17 +302,14 @@ def _alike(row: Sequence[torch.Tensor]) -> bool:
     return all(t.stride() == strides for t in row) and _dense(row[0])
 
 
-def _staging(
-    row: Sequence[torch.Tensor], alike: Sequence[bool], codes: torch.Tensor | None
-) -> list[torch.Tensor | None]:
-    """Allocate copies of a row's tensors that lie in memory in one order."""
-    if codes is None:
-        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in row]
-    size, strides = codes.size(), codes.stride()
-    return [
-        torch.empty_strided(size, strides, dtype=t.dtype, device=t.device) if each else None
-        for t, each in zip(row, alike, strict=True)
-    ]
+def _staging(row: Sequence[torch.Tensor], alike: Sequence[bool]) -> dict[int, torch.Tensor]:
+    """Allocate copies, by part, of a row's tensors in one order of memory: the order of its codes, or contiguous."""
+    contiguous = torch.empty(row[0].shape, dtype=torch.uint8, device="meta")
+    order = next((t for t in row if t.dtype is torch.uint8), contiguous)
+    return {
+        part: torch.empty_strided(order.size(), order.stride(), dtype=row[part].dtype, device=row[part].device)
+        for part in itertools.compress(range(len(row)), alike)
+    }
 
 
 def _dense(tensor: torch.Tensor) -> bool:

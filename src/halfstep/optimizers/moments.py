@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.errors import UsageError
-from ..kernels.blockwise import blocks_of, dynamic_map, map_on, quantize, widened
+from ..kernels.blockwise import blocks_of, dynamic_map, quantize, widened
 from ..kernels.shards import local, rewrapped
 from ..kernels.storage import Storage
 
@@ -79,7 +79,7 @@ def parts(states: list[dict[str, Any]], name: str, storage: Storage) -> tuple[li
     """Return the columns of a moment for a table."""
     tensors = [[state[key] for state in states] for key in keys(name, storage)]
     if storage.kind == "blockwise":
-        tensors.append([map_on(storage, states[0][keys(name, storage)[0]].device)] * len(states))
+        tensors.append([dynamic_map(storage, states[0][keys(name, storage)[0]].device)] * len(states))
     return tuple(tensors)
 
 

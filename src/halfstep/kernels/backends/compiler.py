@@ -81,14 +81,7 @@ def build(name: str, source: str) -> ctypes.CDLL:
     def write(path: Path) -> None:
         if _gave_up:
             raise subprocess.SubprocessError("an earlier library could not be built")
-        subprocess.run(
-            [compiler, *flags, "-x", "c++", "-", "-o", str(path)],
-            input=source,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_SECONDS,
-        )
+        _compile(source, compiler, *flags, "-o", str(path)).check_returncode()
 
     return generated(f"{name}-{key}", ".so", write, lambda path: ctypes.CDLL(str(path)))
 
@@ -104,17 +97,14 @@ def _compiler() -> str | None:
 @functools.cache
 def _flags(compiler: str) -> tuple[str, ...]:
     """Return the flags that the compiler accepts: clang on macOS lacks -fopenmp, some targets lack -march=native."""
-    tuned: tuple[str, ...] = ()
-    for flag in _TUNED:
-        probe = subprocess.run(
-            [compiler, flag, "-x", "c++", "-fsyntax-only", "-"],
-            input="#include <cmath>\n",
-            text=True,
-            capture_output=True,
-        )
-        if probe.returncode == 0:
-            tuned += (flag,)
-    return _FLAGS + tuned
+    probe = "#include <cmath>\n"
+    tuned = [flag for flag in _TUNED if _compile(probe, compiler, flag, "-fsyntax-only").returncode == 0]
+    return (*_FLAGS, *tuned)
+
+
+def _compile(source: str, compiler: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [compiler, *arguments, "-x", "c++", "-"]
+    return subprocess.run(command, input=source, text=True, capture_output=True, timeout=_TIMEOUT_SECONDS)
 
 
 @functools.cache

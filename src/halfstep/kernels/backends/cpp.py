@@ -11,7 +11,7 @@ import functools
 import torch
 
 from ..blockwise import BLOCK
-from ..codegen import GeneratedLauncher, Layout, layout_of, scalar_names
+from ..codegen import GeneratedLauncher, Layout, layout_of
 from ..expr import ElementwiseKernel, Trace, trace
 from ..storage import Storage
 from ..tensor_table import Scalars, TensorTable
@@ -43,9 +43,7 @@ typedef %(acc)s acc;
 struct half { uint16_t bits; };
 static inline uint32_t bits_of(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
 static inline float of_bits(uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
-static inline bool is_nan(uint32_t u) { return (u & 0x7fffffffu) > 0x7f800000u; }
-static inline acc wide(float x) { return x; }
-static inline acc wide(double x) { return x; }
+template <class T> static inline acc wide(T x) { return x; }
 // float16 by its bits: compilers do not vectorize the conversions of their own _Float16.
 static inline acc wide(half x) {
   const uint32_t u = (uint32_t)(x.bits & 0x7fffu) << 13, normal = u + 0x38000000u;
@@ -95,7 +93,7 @@ static inline uint16_t stochastic(float x, uint32_t seed, uint32_t element) {
   uint32_t u = bits_of(x), noisy = u + (mix(element * 0x9e3779b9u + seed) & 0xffffu);
   bool finite = (u & 0x7f800000u) != 0x7f800000u;
   uint32_t high = (noisy & 0x7f800000u) == 0x7f800000u ? ((u >> 16) & 0x8000u) | 0x7f7fu : noisy >> 16;
-  return (uint16_t)(finite ? high : (is_nan(u) ? (u >> 16) | 0x40u : u >> 16));
+  return (uint16_t)(finite ? high : (x != x ? (u >> 16) | 0x40u : u >> 16));
 }
 #if defined(__AVX512F__)
 #define VECTOR 64
@@ -130,7 +128,7 @@ static inline double sum_of_squares(const acc* x, int64_t n, int* wrong) {
     exact += (double)x[i] * (double)x[i];
     bad |= !(std::fabs(x[i]) <= std::numeric_limits<acc>::max());
   }
-  *wrong |= bad;
+  if (wrong) *wrong |= bad;
   return exact;
 }
 static inline acc larger(acc a, acc b) { return (a > b || a != a) ? a : b; }
@@ -225,7 +223,7 @@ def _library_call(kernel: ElementwiseKernel, layout: Layout) -> ctypes._NamedFun
 def source(kernel: ElementwiseKernel, layout: Layout) -> str:
     """Print the C++ source of a kernel."""
     traced = trace(kernel)
-    names = scalar_names(kernel, layout)
+    names = layout.scalars
     setup = [f"const acc s_{name} = scalars[{i} * rows + r];" for i, name in enumerate(names) if name != "seed"]
     if "seed" in names:
         setup.append(f"const uint32_t seed = bits_of((float)scalars[{names.index('seed')} * rows + r]);")
@@ -294,12 +292,11 @@ def _loops_over_runs(
     """
     count, run = range(len(traced.squares)), BLOCK if coded else _RUN
     kept = [f"run{i}[i - from] = v{index};" for i, index in enumerate(traced.squares)]
-    flags = ["&wrong" if index in traced.checks else "&ignored" for index in traced.squares]
+    flags = ["&wrong" if index in traced.checks else "nullptr" for index in traced.squares]
     encoded = [name for name in traced.stores if name in coded]
     return [
         *(f"acc run{i}[{run}];" for i in count),
         *(f"float {name}_new[{run}];" for name in encoded),
-        *(["int ignored = 0;"] if "&ignored" in flags else []),
         f"for (int64_t from = 0; from < n; from += {run}) {{",
         f"  const int64_t to = from + {run} < n ? from + {run} : n;",
         *(f"  const float {name}_scale = {name}1[from / {run}];" for name in traced.loads if name in coded),

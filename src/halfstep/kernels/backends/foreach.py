@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ...core.scalars import in_scalar_dtype, scalar_dtype
 from ..blockwise import dequantize, quantize
-from ..expr import ElementwiseKernel, trace
+from ..expr import ElementwiseKernel, Value, trace
 from ..storage import Storage, after_writes, join, round_stochastic, split
 from ..tensor_table import Launcher, Number, Scalars, TensorTable
 
@@ -65,7 +65,7 @@ class ForeachLauncher(Launcher):
         return results
 
 
-class Lanes:
+class Lanes(Value):
     """A list of tensors that acts as one value in an expression."""
 
     __slots__ = ("tensors",)
@@ -73,33 +73,13 @@ class Lanes:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
 
-    def _binary(self, op: Callable[..., Sequence[torch.Tensor]], other: Lanes | PerRow | float) -> Lanes:
-        if isinstance(other, Lanes):
-            return Lanes(list(op(self.tensors, other.tensors)))
-        return Lanes(list(op(self.tensors, other.numbers if isinstance(other, PerRow) else other)))
+    def _apply(self, op: str, *operands: Lanes | PerRow | float) -> Lanes:
+        given = [x.tensors if isinstance(x, Lanes) else x.numbers if isinstance(x, PerRow) else x for x in operands]
+        return Lanes(list(getattr(torch, f"_foreach_{op}")(*given)))
 
-    def __add__(self, other: Lanes | PerRow | float) -> Lanes:
-        return self._binary(torch._foreach_add, other)
-
-    def __sub__(self, other: Lanes | PerRow | float) -> Lanes:
-        return self._binary(torch._foreach_sub, other)
-
-    def __mul__(self, other: Lanes | PerRow | float) -> Lanes:
-        return self._binary(torch._foreach_mul, other)
-
-    def __truediv__(self, other: Lanes | PerRow | float) -> Lanes:
-        return self._binary(torch._foreach_div, other)
-
-    __radd__ = __add__
-    __rmul__ = __mul__
-
-    def sqrt(self) -> Lanes:
-        """Compute the square roots."""
-        return Lanes(list(torch._foreach_sqrt(self.tensors)))
-
-    def maximum(self, other: Lanes) -> Lanes:
-        """Compute the larger values; NaN if either is NaN."""
-        return Lanes(list(torch._foreach_maximum(self.tensors, other.tensors)))
+    # torch._foreach takes numbers as the second operand only.
+    __radd__ = Value.__add__
+    __rmul__ = Value.__mul__
 
 
 class PerRow:
@@ -126,8 +106,8 @@ def _load(table: TensorTable, name: str) -> list[torch.Tensor]:
     if storage.kind == "split":
         return [join(weight, remainder) for weight, remainder in zip(*parts, strict=True)]
     if storage.kind == "blockwise":
-        wide = [dequantize(codes, absmax, storage) for codes, absmax in zip(*parts[:2], strict=True)]
-        return wide if table.compute_dtype is torch.float32 else [each.to(table.compute_dtype) for each in wide]
+        coded = zip(*parts[:2], strict=True)
+        return [dequantize(codes, absmax, storage).to(table.compute_dtype) for codes, absmax in coded]
     source = parts[0]
     if storage.kind == "plain":
         source = [after_writes(master, weight) for master, weight in zip(*parts, strict=True)]

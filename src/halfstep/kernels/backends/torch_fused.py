@@ -7,7 +7,7 @@ of a piece stay in the cache while they are widened, updated and rounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,11 +33,11 @@ def launcher(kernel: ElementwiseKernel, table: TensorTable) -> Launcher:
 class _Piece:
     """About ``_PIECE`` elements of one or several rows, as flat tensors."""
 
-    def __init__(self, rows: list[int], starts: list[int], counts: list[int]) -> None:
-        self.rows = rows
-        self.counts = counts
-        self.size = sum(counts)
-        self._places = list(zip(rows, starts, counts, strict=True))
+    def __init__(self, places: list[tuple[int, int, int]]) -> None:
+        self._places = places
+        self.rows, _, self.counts = map(list, zip(*places, strict=True))
+        self.size = sum(self.counts)
+        self.index = torch.tensor(self.rows, dtype=torch.int64, device="cpu")
 
     def of(self, tensors: Tensors) -> Tensors:
         """Select these elements from a tensor per row, in the order of memory."""
@@ -47,16 +47,16 @@ class _Piece:
         ]
 
 
-def _pieces(pointers: PointerTable) -> Iterator[_Piece]:
-    rows, starts, counts = pointers.row.tolist(), pointers.start.tolist(), pointers.count.tolist()
-    first, size = 0, 0
-    for i, count in enumerate(counts):
-        if size and size + count > _PIECE:
-            yield _Piece(rows[first:i], starts[first:i], counts[first:i])
-            first, size = i, 0
+def _pieces(pointers: PointerTable) -> list[_Piece]:
+    pieces: list[list[tuple[int, int, int]]] = []
+    size = _PIECE
+    for row, start, count in zip(pointers.row.tolist(), pointers.start.tolist(), pointers.count.tolist(), strict=True):
+        if size + count > _PIECE:
+            pieces.append([])
+            size = 0
+        pieces[-1].append((row, start, count))
         size += count
-    if size:
-        yield _Piece(rows[first:], starts[first:], counts[first:])
+    return list(map(_Piece, pieces))
 
 
 class _Room:
@@ -83,14 +83,9 @@ class PieceLauncher(Launcher):
         self._kernel, self._table, self._trace = kernel, table, trace(kernel)
         self._room = _Room()
         self._pointers = pointers = table.pointers(_PIECE)
-        slots = table.slots
-        self._columns = {
-            name: (storage, range(slots[name], slots[name] + len(storage.dtypes)))
-            for name in self._trace.columns
-            for storage in [table.columns[name][0]]
-        }
-        self._written = [part for name in self._trace.stores for part in self._columns[name][1]]
-        kept = {part: pointers.memory.tensors(part) for _, parts in self._columns.values() for part in parts if part}
+        self._slots = {name: table.slots[name] for name in self._trace.columns}
+        self._written = [part for name in self._trace.stores for part in self._slots[name]]
+        kept = {part: pointers.memory.tensors(part) for parts in self._slots.values() for part in parts if part}
         self._pieces = [
             (piece, {part: piece.of(tensors) for part, tensors in kept.items()}) for piece in _pieces(pointers)
         ]
@@ -109,7 +104,7 @@ class PieceLauncher(Launcher):
         renewed = self._pointers.memory.tensors(0)
         for piece, kept in self._pieces:
             lists = {0: piece.of(renewed), **kept}
-            parts = {name: [lists[part] for part in slots] for name, (_, slots) in self._columns.items()}
+            parts = {name: [lists[part] for part in slots] for name, slots in self._slots.items()}
             columns = {name: self._load(name, parts[name], piece, copy=update is not None) for name in traced.loads}
             if update is not None:
                 if scalars["factor"] != 1.0:
@@ -123,17 +118,16 @@ class PieceLauncher(Launcher):
             suspects = {name: values[name] for name in kernel.checks}
             for i, name in enumerate(kernel.squares):
                 squares, odd = _squares(values[name])
-                results[i].index_add_(0, torch.tensor(piece.rows, dtype=torch.int64, device="cpu"), squares)
+                results[i].index_add_(0, piece.index, squares)
                 suspects[name] = odd if name in suspects else []
             for i, name in enumerate(kernel.statistics):
-                rows = torch.tensor(piece.rows, dtype=torch.int64, device="cpu")
                 zeros, largest = zeros_and_largest(values[name])
-                results[len(kernel.squares) + i].index_add_(0, rows, zeros)
-                results[kernel.sums + i].scatter_reduce_(0, rows, largest, "amax")
+                results[len(kernel.squares) + i].index_add_(0, piece.index, zeros)
+                results[kernel.sums + i].scatter_reduce_(0, piece.index, largest, "amax")
             if found is not None and not all(t.isfinite().all() for tensors in suspects.values() for t in tensors):
                 found.fill_(1.0)
             for name in traced.stores:
-                store(self._columns[name][0], parts[name], values[name])
+                store(table.columns[name][0], parts[name], values[name])
         self._pointers.memory.stage_out(self._written)
         return results
 
@@ -142,7 +136,7 @@ class PieceLauncher(Launcher):
 
         Values that are stored in this dtype are not copied, unless ``copy`` is given for a column that is not stored.
         """
-        room, dtype, storage = self._room, self._table.compute_dtype, self._columns[name][0]
+        room, dtype, storage = self._room, self._table.compute_dtype, self._table.columns[name][0]
         if storage.kind == "split":
             weight, remainder = (room.copy(name, d, piece, part) for d, part in zip(storage.dtypes, parts, strict=True))
             return list(join(weight, remainder)[: piece.size].split(piece.counts))

@@ -5,12 +5,10 @@ Under ``TRITON_INTERPRET=1`` the same kernels run slowly on a CPU, so that tests
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib.util
 import os
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,6 @@ class TritonLauncher(GeneratedLauncher):
         self._module = _module(kernel, layout, os.environ.get("TRITON_INTERPRET") == "1")
         self._config = launch_config.default(kernel)
         super().__init__(kernel, layout, table, self._config.elements)
-        self._device = table.device
         self._zero = torch.zeros((), dtype=torch.float32, device=table.device)
         self._unseen = torch.zeros_like(self._zero)  # target of checks without a flag
         self._done = torch.zeros(len(table), dtype=torch.int32, device=table.device)
@@ -52,7 +49,7 @@ class TritonLauncher(GeneratedLauncher):
             return results
         pointers.memory.stage_in()
         numbers = self._scalars.fill(scalars)
-        with _on(self._device):
+        with torch.cuda.device_of(self._zero):  # Triton launches on the current device
             self._module.kernel[(pointers.chunks,)](
                 pointers.row,
                 pointers.start,
@@ -73,11 +70,6 @@ class TritonLauncher(GeneratedLauncher):
             )
         pointers.memory.stage_out(self._written)
         return results
-
-
-def _on(device: torch.device) -> AbstractContextManager[None]:
-    """Make a device current, because Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @functools.cache

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import torch
 
+from ...core.dtypes import dtype_name
 from ..blockwise import BLOCK
-from ..codegen import Layout, scalar_names
+from ..codegen import Layout
 from ..expr import ElementwiseKernel, trace
 from ..storage import Storage
 from .blockwise_source import TRITON_PRELUDE, suffix
 
 __all__ = ["source"]
-
-_TYPES = {
-    torch.float32: "tl.float32",
-    torch.float64: "tl.float64",
-    torch.float16: "tl.float16",
-    torch.bfloat16: "tl.bfloat16",
-    torch.int16: "tl.int16",
-    torch.uint8: "tl.uint8",
-}
 
 # bfloat16 is rounded by its bits, which agree with the other backends'; the interpreter's own cast truncates.
 _PRELUDE = """
@@ -191,8 +185,8 @@ def source(kernel: ElementwiseKernel, layout: Layout, *, amd: bool = False) -> s
             takes minutes for them. On NVIDIA this order would spill registers (Triton 3.7).
     """
     traced = trace(kernel)
-    names = scalar_names(kernel, layout)
-    acc = _TYPES[layout.compute_dtype]
+    names = layout.scalars
+    acc = _type(layout.compute_dtype)
     parts = [
         (f"{name}{part}", slot + part, dtype)
         for name, slot, storage in layout.columns
@@ -210,10 +204,10 @@ def source(kernel: ElementwiseKernel, layout: Layout, *, amd: bool = False) -> s
     }
     body = []
     for pointer, _, dtype in parts:
-        body.append(f"{pointer} = {pointer}.to(tl.pointer_type({_TYPES[dtype]})){beside.get(pointer, ' + begin')}")
+        body.append(f"{pointer} = {pointer}.to(tl.pointer_type({_type(dtype)})){beside.get(pointer, ' + begin')}")
         if pointer in beside:
             continue
-        body.append(f"if VECTORS:\n        {pointer} = tl.multiple_of({pointer}, {vector * dtype.itemsize})")
+        body.append(f"if VECTORS:\n    {pointer} = tl.multiple_of({pointer}, {vector * dtype.itemsize})")
     if "seed" in names:
         body.append(f"seed = bits_of(tl.load(scalars + {names.index('seed')} * rows + row))")
     storages = {name: storage for name, _, storage in layout.columns}
@@ -243,23 +237,19 @@ def source(kernel: ElementwiseKernel, layout: Layout, *, amd: bool = False) -> s
     if kernel.results:
         finish = [f"add_up(partial, results, first, done, row, rows, chunks, {kernel.sums}, {kernel.results})"]
     pointers = [pointer for pointer, _, _ in parts]
-    return (
-        _PRELUDE
-        + (TRITON_PRELUDE if coded else "")
-        + _ENTRY
-        % {
-            "vector": vector,
-            "pointers": ", ".join(pointers),
-            "bits": " | ".join(pointers),
-            "setup": _indent(setup),
-            "body": _indent(body),
-            "finish": _indent(finish),
-        }
-    )
+    entry = _ENTRY % {
+        "vector": vector,
+        "pointers": ", ".join(pointers),
+        "bits": " | ".join(pointers),
+        "setup": _indented(setup),
+        "body": _indented(body),
+        "finish": _indented(finish),
+    }
+    return _PRELUDE + (TRITON_PRELUDE if coded else "") + entry
 
 
-def _indent(lines: list[str]) -> str:
-    return "\n".join(f"    {line}" for line in lines)
+def _indented(lines: list[str]) -> str:
+    return textwrap.indent("\n".join(lines), "    ")
 
 
 def _lines(
@@ -312,5 +302,9 @@ def _stores(name: str, storage: Storage, value: str) -> list[str]:
     return [f"tl.store({name}{part} + i, {form}, mask=alive)" for part, form in enumerate(forms)]
 
 
+def _type(dtype: torch.dtype) -> str:
+    return f"tl.{dtype_name(dtype)}"
+
+
 def _rounded(value: str, dtype: torch.dtype) -> str:
-    return f"nearest({value})" if dtype is torch.bfloat16 else f"{value}.to({_TYPES[dtype]})"
+    return f"nearest({value})" if dtype is torch.bfloat16 else f"{value}.to({_type(dtype)})"
