@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import amp, optimizers
@@ -291,6 +292,7 @@ def test_delayed_scales_come_from_the_tensors_before() -> None:
     for _ in range(16):
         trained_on(x * 0.3)
     trained_on(torch.full_like(x, torch.inf))  # spoils no scale
+    trained_on(x[:0])
     assert torch.equal(layer(x * 0.3), current(x * 0.3))
 
 
@@ -328,10 +330,18 @@ def test_torch_func_gives_each_sample_its_own_products() -> None:
             torch.testing.assert_close(found[name][i], param.grad)
 
 
+def test_a_graph_computes_other_inputs_than_the_recorded_one() -> None:
+    layer, x = layer_with("mxfp8").requires_grad_(False), torch.randn(8, INPUTS)
+    exported = torch.export.export(layer, (x[:3],), dynamic_shapes=({0: torch.export.Dim("tokens")},)).module()
+    for graph in (make_fx(layer)(torch.ones_like(x)), exported):
+        torch.testing.assert_close(graph(x), layer(x))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torchscript_is_refused_with_what_to_do() -> None:
     model, x = nn.Sequential(layer_with("mxfp8")), torch.randn(4, INPUTS)
-    for call in (lambda: torch.jit.script(model), lambda: torch.jit.trace(model, x)):
+    block = amp.auto_cast(products="mxfp8")(lambda x: x @ x.T)
+    for call in (lambda: torch.jit.script(model), lambda: torch.jit.trace(model, x), lambda: torch.jit.trace(block, x)):
         with pytest.raises(UsageError, match=r"TorchScript has no products.*set_products\(model, None\)"):
             call()
     amp.set_products(model, None)
@@ -487,8 +497,7 @@ def test_training_is_the_same_in_each_way(level: str, kind: Any, way: str) -> No
         assert others[-1] < others[0]
     else:
         assert others == losses
-        same = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
-        assert all(torch.equal(mine, theirs) for mine, theirs in same)
+        torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
     plain, _ = trained(level, kind, None)
     assert plain != losses
     assert abs(plain[-1] - losses[-1]) < 0.02 * plain[-1]
@@ -547,7 +556,7 @@ def test_the_products_of_a_block() -> None:
     exact = round_to(a, format) @ round_to(b, format, dim=-2)
     scope = amp.auto_cast(level="O0", products="mxfp8")
     with scope:
-        found = [a @ b, torch.bmm(a, b), a.matmul(b), torch.matmul(a, other=b), a[0] @ b[0], torch.mm(a[0], b[0])]
+        found = [a @ b, torch.bmm(a, b), a.matmul(b), torch.matmul(a, other=b), a[0] @ b[0], a[0].mm(mat2=b[0])]
         found += [F.linear(a[0], b[0].T), a @ b[0], F.linear(input=a[0], weight=b[0].T, bias=torch.zeros(32))]
         others = [a[:, :, :5] @ b[:, :5], a.double() @ b.double(), a[0, 0] @ b[0]]
         heads = [a[None] @ b[None], a[:, None] @ b, a[0] @ b]  # of attention
@@ -562,12 +571,16 @@ def test_the_products_of_a_block() -> None:
     assert all(map(torch.equal, others, plain))  # sizes, dtypes and shapes that do not fit
     layer = nn.Linear(64, 32)
     compiled = torch.compile(layer, backend="aot_eager")
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with amp.auto_cast(level="O0", products="mxfp8"):
+            return layer(x)  # type: ignore[no-any-return]
+
     with scope, torch.no_grad():
         assert torch.equal(compiled(a), layer(a))
+        assert torch.equal(torch.compile(inside, backend="aot_eager", fullgraph=True)(a), layer(a))
     with torch.no_grad():
         assert torch.equal(compiled(a), layer(a))
-    with pytest.raises(ArgumentValueError, match="'fp9' is not a recipe"):
-        amp.auto_cast(products="fp9")
 
 
 def test_a_sum_with_a_product_is_rounded_once() -> None:
@@ -579,6 +592,8 @@ def test_a_sum_with_a_product_is_rounded_once() -> None:
         misfit = torch.addmm(c[0], a[0, :, :5], b[0, :5])
         with pytest.raises(TypeError):
             torch.addmm(c[0], a[0])  # type: ignore[call-overload]
+        with pytest.raises(RuntimeError, match="number of sizes"):
+            torch.addmm(c, a[0], b[0])
     torch.testing.assert_close(found, [c + exact, 0.5 * c + 2 * exact, exact])
     torch.testing.assert_close(single, [c[0, 0] + exact[0], 3 * c[0] + exact[0], c[0] + exact[0]])
     assert torch.equal(misfit, torch.addmm(c[0], a[0, :, :5], b[0, :5]))
@@ -605,18 +620,24 @@ def test_each_expert_has_scales_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"is_causal": True}, {"scale": 0.5}, {"attn_mask": torch.ones(32, 64).tril(8).bool()}, {"enable_gqa": True}],
-    ids=["plain", "causal", "scale", "mask", "gqa"],
+    [
+        *({}, {"is_causal": True}, {"scale": 0.5}, {"attn_mask": torch.ones(32, 64).tril(8).bool()}),
+        *({"enable_gqa": True}, {"attn_mask": torch.zeros(32, 64).index_fill(0, torch.tensor(3), -torch.inf)}),
+    ],
+    ids=["plain", "causal", "scale", "mask", "gqa", "a query that reads nothing"],
 )
 def test_attention_is_rounded_where_a_recipe_asks_for_it(options: dict[str, Any]) -> None:
     keys = 2 if "enable_gqa" in options else 4
-    q, k, v = torch.randn(2, 4, 32, 64), torch.randn(2, keys, 64, 64), torch.randn(2, keys, 64, 32)
+    q, k, v = torch.randn(2, 4, 32, 64, requires_grad=True), torch.randn(2, keys, 64, 64), torch.randn(2, keys, 64, 32)
     plain = F.scaled_dot_product_attention(q, k, v, **options)
     exact = Recipe(attention=True)
     for recipe, least, most in (("mxfp8; attention=True", 20, 40), (exact, 90, 1000), ("mxfp8", 1000, 1e9)):
         with amp.auto_cast(level="O0", products=recipe):
             found = F.scaled_dot_product_attention(q, k, v, **options)
+            spoiled = F.scaled_dot_product_attention(q * torch.nan, k, v, **options)
         assert least < decibels(found, plain) < most or (least == 1000 and torch.equal(found, plain))
+        assert torch.autograd.grad(found.sum(), q)[0].isfinite().all()
+        assert spoiled[..., 4:, :].isnan().all()
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])

@@ -57,7 +57,7 @@ def test_the_fields_of_a_recipe_take_names_of_formats() -> None:
         ("mxfp8; hadamard=x", ArgumentValueError, "hadamard=x must have a number"),
         ("mxfp8; hadamard=3", ArgumentValueError, "hadamard=3 must be a power of 2"),
         ("mxfp8; amax=old", ArgumentValueError, 'amax=\'old\' must be "current" or "delayed"'),
-        ("mxfp8; last_blocks=2", ArgumentValueError, "last_blocks=2.0 must be a part of the blocks, from 0 to below 1"),
+        ("mxfp8; last_blocks=2", ArgumentValueError, "last_blocks=2.0 must be a number from 0 to below 1"),
         ("mxfp8; layers=some", ArgumentValueError, 'layers=\'some\' must be "auto", "all", or a function'),
         ("mxfp8; forward=mxfp8", ArgumentTypeError, "forward must be a pair of formats"),
         ("mxfp8; forward=mxfp8 @ mxfp9", ArgumentValueError, "'mxfp9' is not a format"),
@@ -78,18 +78,14 @@ def test_passes_have_other_formats_one_by_one() -> None:
     amp.set_products(model, "mxfp8")
     amp.set_products(model, None, passes="forward")
     assert recipe_of(layer) == RECIPES["mxfp8"].replace(forward=(None, None), layers="auto")
-    amp.set_products(model, "nvfp4", passes="forward")
+    table = amp.set_products(model, "nvfp4", passes="forward")
     changed: Any = recipe_of(layer)
+    assert {layer.recipe for layer in table if layer.recipe} == {changed}
     assert (changed.forward, changed.weight_gradient) == (RECIPES["nvfp4"].forward, RECIPES["mxfp8"].weight_gradient)
     assert changed.hadamard == 0
     amp.set_products(model, None)
     assert (recipe_of(layer), type(layer)) == (None, nn.Linear)
     assert "_products" not in vars(layer)
-    with pytest.raises(ArgumentValueError, match="passes='both' must be one of 'forward', 'backward', 'all'"):
-        amp.set_products(model, "mxfp8", passes="both")  # type: ignore[arg-type]
-    for odd in (True, -16):
-        with pytest.raises(ArgumentValueError, match=f"hadamard={odd} must be a power of 2"):
-            Recipe(hadamard=odd)
 
 
 # ---- which layers
@@ -138,18 +134,12 @@ def test_a_function_chooses_a_recipe_for_each_layer() -> None:
     read_back(model, weights_only=False)  # although the function is not pickled
     amp.initialize(blocks(2), opt_level="O0", products=layers, verbosity=0)
     assert len(asked) == 3 * len(table)  # initialize chooses for all of its models before it changes one
-    with pytest.raises(ArgumentTypeError, match="in a block, which has no layers"):
-        amp.auto_cast(products=layers)  # type: ignore[arg-type]
 
 
 def test_a_dict_has_recipes_by_the_names_of_layers() -> None:
     model = blocks(2)
     table = amp.set_products(model, {"0": "fp8_rowwise", "1.1.0": RECIPES["mxfp8"]})
     assert {layer.name: str(layer.recipe) for layer in table if layer.recipe} == {"0": "fp8_rowwise", "1.1.0": "mxfp8"}
-    with pytest.raises(
-        UsageError, match=r"'1.7', which is not a linear layer of this Sequential. Its linear layers are 0"
-    ):
-        amp.set_products(model, {"0": "fp8_rowwise", "1.7": "mxfp8"})
 
 
 class Attending(nn.Module):
@@ -182,13 +172,6 @@ def test_a_model_without_a_layer_that_fits_is_refused(model: nn.Module, recipe: 
     amp.set_products(model, None)  # no formats suit every model
 
 
-def test_several_models_change_together_or_not_at_all() -> None:
-    models = [blocks(1), nn.Sequential(nn.ReLU())]
-    with pytest.raises(UsageError, match="has no linear layers"):
-        amp.initialize(models, products="mxfp8", verbosity=0)
-    assert not any(recipe_of(module) for module in models[0].modules())
-
-
 # ---- the layers as modules
 
 
@@ -208,16 +191,13 @@ def test_copies_and_pickles_compute_as_the_layer_does() -> None:
         assert not torch.equal(twin(x), model(x))
 
 
-@pytest.mark.parametrize("first", ["recipe", "parametrization"])
+@pytest.mark.parametrize("first", ["recipe", "norm"])
 def test_a_parametrized_layer_computes_by_its_recipe_as_long_as_it_has_one(first: str) -> None:
     model, x = blocks(2), torch.randn(4, 64)
     plain, layer = copy.deepcopy(model), model[1][0][0]
-    if first == "recipe":
-        amp.set_products(model, "mxfp8")
-        parametrizations.weight_norm(layer)
-    else:
-        parametrizations.weight_norm(layer)
-        amp.set_products(model, "mxfp8")
+    changes = {"recipe": lambda: amp.set_products(model, "mxfp8"), "norm": lambda: parametrizations.weight_norm(layer)}
+    changes.pop(first)()
+    changes.popitem()[1]()
     expected = copy.deepcopy(plain)
     amp.set_products(expected, "mxfp8")
     torch.testing.assert_close(model(x), expected(x))

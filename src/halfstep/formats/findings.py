@@ -36,14 +36,15 @@ def _by(facts: Any) -> str:
     return f" (products={listed(list(dict.fromkeys(str(mark.recipe) for _, _, mark in _layers(facts))))})"
 
 
-def _worst(facts: Any, column: int) -> dict[str, float]:
-    """The shares of one kind of loss by operand, in one read of each device."""
+def _worst(facts: Any, column: int, least: float) -> dict[str, float]:
+    """The shares of one kind of loss by operand, in one read of each device, where they are above ``least``."""
     found = {
         f"{name}: {place}": losses[column]
         for name, _, mark in _layers(facts)
         for place, losses in mark.history.losses.items()
     }
-    return dict(zip(found, _read(list(found.values())), strict=True))
+    shares = zip(found, _read(list(found.values())), strict=True)
+    return {place: share for place, share in shares if share > least}
 
 
 def _read(numbers: list[torch.Tensor]) -> list[float]:
@@ -52,16 +53,14 @@ def _read(numbers: list[torch.Tensor]) -> list[float]:
 
 def saturating_tensors(facts: Any) -> Iterator[Yielded]:
     """HS128: operands of which more than 1 % of the numbers are above the greatest number of their block."""
-    shares = {place: share for place, share in _worst(facts, 0).items() if share > _SATURATED}
-    if shares:
+    if shares := _worst(facts, 0, _SATURATED):
         text = f"Up to {max(shares.values()):.1%} of the numbers of an operand saturate in its format{_by(facts)}."
         yield "warning", listed(list(shares)), text, {"saturated": shares}, ""
 
 
 def flushed_blocks(facts: Any) -> Iterator[Yielded]:
     """HS129: operands in which more than 10 % of the blocks lose more than half of their numbers to zero."""
-    shares = {place: share for place, share in _worst(facts, 1).items() if share > _FLUSHED}
-    if shares:
+    if shares := _worst(facts, 1, _FLUSHED):
         text = f"In up to {max(shares.values()):.1%} of the blocks of an operand most numbers become 0{_by(facts)}."
         yield "warning", listed(list(shares)), text, {"flushed": shares}, ""
 

@@ -73,4 +73,4 @@ class AmaxHistory:
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    return tensor.detach().abs().amax().float()
+    return tensor.detach().abs().amax().float() if tensor.numel() else tensor.new_zeros((), dtype=torch.float32)

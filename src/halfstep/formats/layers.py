@@ -11,6 +11,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +29,9 @@ from ..core.text import listed
 from ..kernels.shards import is_sharded
 from ..torch_internals.compiler_compat import traced_as_constant
 from ..torch_internals.subclasses import Mixin, subclass_with, superclass_of
-from ..torch_internals.torch_compat import hook_tables, jit_tracing_state
+from ..torch_internals.torch_compat import hook_tables
 from .history import AmaxHistory
-from .products import linear
+from .products import linear, refuse_torchscript
 from .recipe import ByName, Passes, Products, Recipe, RecipeChoice
 
 __all__ = ["Layer", "LayerTable", "choose", "give_products", "set_products"]
@@ -77,12 +78,6 @@ class Marked(NamedTuple):
     history: AmaxHistory
 
 
-_NO_JIT = (
-    "TorchScript has no products of rounded operands: torch.jit.script and torch.jit.trace take no linear layer with a "
-    "recipe. Call amp.set_products(model, None) before, or use torch.export or torch.compile."
-)
-
-
 class _Rounded(Mixin):
     """The base of the subclasses of linear layers, which looks for the mark."""
 
@@ -93,8 +88,7 @@ class _Rounded(Mixin):
         mark = self._products
         if mark is None or not x.is_floating_point():  # torch says what is wrong with other inputs
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        if jit_tracing_state() is not None:
-            raise UsageError(_NO_JIT)
+        refuse_torchscript()
         if x.is_nested:
             return _of_nested(functools.partial(_Rounded.forward, self), x)
         x = x if x.layout is torch.strided else x.to_dense()
@@ -109,9 +103,8 @@ class _Rounded(Mixin):
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Refuse ``torch.jit.script``, which calls this method of each module."""
-        if self._products is None:
-            return self  # type: ignore[return-value]
-        raise UsageError(_NO_JIT)
+        refuse_torchscript(self._products is not None)
+        return self  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -212,9 +205,11 @@ def set_products(model: nn.Module, recipe: RecipeChoice, passes: Passes = "all")
         table = LayerTable(Layer(name, module, Recipe()) for name, module in marked)
     else:
         table = choose(model, Recipe.of(recipe))
-    changes = [(layer.module, recipe_of(layer.module) or Recipe(), layer.recipe or Recipe()) for layer in table]
-    for module, changed in [(module, new.only(passes, old)) for module, old, new in changes]:
-        mark(module, changed)
+    for at, layer in enumerate(table):
+        changed = (layer.recipe or Recipe()).only(passes, recipe_of(layer.module) or Recipe())
+        table[at] = layer._replace(recipe=changed if changed.formats or not layer.reason else None)
+    for layer in table:
+        mark(layer.module, layer.recipe)
     logger.info("products=%s, passes=%s:\n%s", recipe, passes, table)
     return table
 
@@ -284,10 +279,8 @@ def choose(model: nn.Module, recipe: Recipe) -> LayerTable:
             f"This {type(model).__name__} has no linear layers, and products= is for their products. Leave it out, or "
             "use `with amp.auto_cast(products=...)`, which takes every call of linear, matmul, mm and bmm."
         )
-    unknown = [
-        name for name in (recipe.layers if isinstance(recipe.layers, ByName) else ()) if name not in dict(layers)
-    ]
-    if unknown:
+    by_name = recipe.layers if isinstance(recipe.layers, ByName) else ()
+    if unknown := [name for name in by_name if name not in dict(layers)]:
         raise UsageError(
             f"products= has a recipe for {unknown[0]!r}, which is not a linear layer of this {type(model).__name__}. "
             f"Its linear layers are {listed([name for name, _ in layers])}."
@@ -299,6 +292,7 @@ def choose(model: nn.Module, recipe: Recipe) -> LayerTable:
         reason, chosen = "", recipe
         if callable(recipe.layers):
             given = recipe.layers(module, name)
+            check_kind(f"products= for {name}", given, (Recipe, str, NoneType), "a Recipe, the name of one or None")
             chosen = Recipe() if given is None else Recipe.of(given)
             reason = "" if given else "the function says None"
             if not reason and (misfit := unfit(module, chosen)):

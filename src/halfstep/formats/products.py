@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..core.errors import UsageError
 from ..torch_internals import torch_compat
 from ..torch_internals.torch_compat import functorch_level
 from .format import EDEN_GROUP, Format
@@ -25,7 +26,7 @@ from .quantize import round_to
 from .recipe import Products, divisor
 from .torchao_products import MULTIPLE, scaled_product
 
-__all__ = ["OP", "RoundedTo", "linear", "matmul", "rounded_to", "unrounded"]
+__all__ = ["OP", "RoundedTo", "linear", "matmul", "refuse_torchscript", "rounded_to", "unrounded"]
 
 _SIGNS = 0x5EED
 """The seed of the random signs of Hadamard transforms: the same in each step and on each rank."""
@@ -238,8 +239,7 @@ def _run(
             product = _product(a, b, dim_a, dim_b, formats, dtype, hadamard, bias, amax[0], amax[1], losses)
             if history is not None and losses is not None:
                 history.losses |= {places[at]: lost for at, lost in losses.items()}
-                gradient = _GRADIENTS.get(places)
-                if gradient and losses:
+                if (gradient := _GRADIENTS.get(places)) and losses:
                     exact = _product(a, b, dim_a, dim_b, "None @ None", torch.float32)
                     history.noise[gradient] = torch.stack([exact.norm(), (exact - product).norm()])
                 history.tokens = a.shape[dim_a] if gradient == "weight" else history.tokens
@@ -248,9 +248,20 @@ def _run(
         torch.set_autocast_enabled(device, casts)
 
 
+def refuse_torchscript(is_asked: bool = False) -> None:
+    """Raise a UsageError while ``torch.jit.trace`` records, or if TorchScript asks for a module."""
+    if is_asked or torch_compat.jit_tracing_state() is not None:
+        raise UsageError(
+            "TorchScript has no products of rounded operands. Call amp.set_products(model, None) before torch.jit, and "
+            "leave out products= of amp.auto_cast; or use torch.export or torch.compile."
+        )
+
+
 def _is_traced(tensor: Tensor) -> bool:
-    """True inside of a compiler or a transform of ``torch.func``, and for a tensor without numbers."""
-    return torch.compiler.is_compiling() or functorch_level() is not None or torch_compat.is_fake(tensor)
+    """True while a graph is recorded, inside of a transform of ``torch.func``, and for a tensor without numbers."""
+    make_fx = torch_compat.BuiltinModes.PROXY
+    is_recorded = torch.compiler.is_compiling() or torch_compat.builtin_dispatch_mode(make_fx) is not None
+    return is_recorded or functorch_level() is not None or torch_compat.is_fake(tensor)
 
 
 def _is_watched() -> bool:
@@ -323,8 +334,9 @@ def linear(
         dtype: the dtype of the result.
         history: the layer's, for delayed scales and for what is measured.
     """
-    rows: Any = _Product.apply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias, products, dtype, history)  # type: ignore[no-untyped-call]
-    return rows.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # a compiler knows this product of symbols
+    found: Any = _Product.apply(rows, weight, bias, products, dtype, history)  # type: ignore[no-untyped-call]
+    return found.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
 
 def matmul(a: Tensor, b: Tensor, products: Products, dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..core.checks import check_kind, check_switch
 from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..torch_internals.compiler_compat import traced_as_constant
 from .format import Format
 from .torchao_products import MULTIPLE, Pair, check_products
 
@@ -133,9 +134,7 @@ class Recipe:
         for name in _SWITCHES:
             check_switch(name, getattr(self, name))
         if not isinstance(self.last_blocks, (int, float)) or not 0 <= self.last_blocks < 1:
-            raise ArgumentValueError(
-                f"last_blocks={self.last_blocks!r} must be a part of the blocks, from 0 to below 1."
-            )
+            raise ArgumentValueError(f"last_blocks={self.last_blocks!r} must be a number from 0 to below 1.")
         if self.layers not in ("auto", "all") and not callable(self.layers):
             raise ArgumentValueError(
                 f'layers={self.layers!r} must be "auto", "all", or a function that is called with (module, name) and '
@@ -247,6 +246,7 @@ def divisor(format: Format | None, along: bool = True) -> int:
     return length if along else across
 
 
+@traced_as_constant
 def text_of(value: RecipeChoice) -> str:
     """Check a recipe for a block, and return it as a text without a choice of layers.
 

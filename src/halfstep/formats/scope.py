@@ -16,8 +16,9 @@ from ..casting.dispatch import CastMode, Rule
 from ..casting.emulation import has_own_ops
 from ..core.oplists.names import spellings
 from ..kernels.shards import is_sharded
+from ..torch_internals import torch_compat
 from .layers import result_dtype, set_products
-from .products import linear, matmul
+from .products import linear, matmul, refuse_torchscript
 from .recipe import Products, Recipe
 
 __all__ = ["rules_of_products", "set_products"]
@@ -39,10 +40,10 @@ _ARGUMENTS = {
     "grouped_mm": ("mat_a", "mat_b", "offs", "bias", "out_dtype"),
     "scaled_dot_product_attention": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
 }
-"""The positional arguments of the functions that do not take ``(input, other)``; the methods call ``input`` self."""
+"""The positional arguments of the functions that do not take two operands; the methods call ``input`` self."""
 
-_SHORT = {"mat1": "a", "mat2": "b", "batch1": "a", "batch2": "b"}
-"""Arguments of ``addmm`` and ``baddbmm``, as their rule calls them."""
+_SHORT = {"mat1": "a", "batch1": "a", "mat2": "b", "batch2": "b", "other": "b"}
+"""The operands of products, as their rules call them."""
 
 _DIMENSIONS = {"mm": (2, 2), "bmm": (3, 3), "addmm": (2, 2), "baddbmm": (3, 3)}
 """The dimensions of both operands, of which torch refuses others."""
@@ -85,7 +86,8 @@ def rules_of_products(text: str, table: Mapping[Any, Rule]) -> dict[Callable[...
 
 def _rule(op: _Op, mode: CastMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Round the operands of one call of a product."""
-    given = dict(zip(_ARGUMENTS.get(op.name, ("input", "other")), args, strict=False))
+    refuse_torchscript()
+    given = dict(zip(_ARGUMENTS.get(op.name, ("input", "b")), args, strict=False))
     given |= {_SHORT.get(name, name): value for name, value in kwargs.items()}
     required, known = op.names
     found = _COMPUTE[op.name](op, **given) if required <= given.keys() <= known else None
@@ -101,15 +103,13 @@ def _names_of(name: str) -> tuple[frozenset[str], frozenset[str]]:
     return needed, frozenset(each.name for each in params)
 
 
-def _product(op: _Op, input: Any, other: Any) -> Tensor | None:
+def _product(op: _Op, input: Any, b: Any) -> Tensor | None:
     """``matmul``, ``mm`` and ``bmm``; None where the formats do not fit."""
-    return matmul(input, other, op.products, result_dtype(input, other)) if _fits(op, input, other) else None
+    return matmul(input, b, op.products, result_dtype(input, b)) if _fits(op, input, b) else None
 
 
 def _linear(op: _Op, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
-    if not _fits(op, input, weight):
-        return None
-    return linear(input, weight, bias, op.products, result_dtype(input, weight))
+    return linear(input, weight, bias, op.products, result_dtype(input, weight)) if _fits(op, input, weight) else None
 
 
 def _added(op: _Op, input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor | None:
@@ -117,6 +117,7 @@ def _added(op: _Op, input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1
     if not _fits(op, a, b) or not isinstance(input, Tensor):
         return None
     product = alpha * matmul(a, b, op.products, torch.float32)
+    input = input.expand_as(product)  # or torch's error
     summed: Tensor = product + beta * input if beta else product
     return summed.to(result_dtype(a, b))
 
@@ -167,8 +168,7 @@ def _attention(
     if attn_mask is not None:
         is_choice = attn_mask.dtype is torch.bool
         scores = scores.masked_fill(~attn_mask, -torch.inf) if is_choice else scores + attn_mask
-    weights = scores.softmax(-1).nan_to_num(0.0) if attn_mask is not None else scores.softmax(-1)
-    return matmul(F.dropout(weights, dropout_p), value, op.products, dtype)
+    return matmul(F.dropout(torch_compat.safe_softmax(scores, -1), dropout_p), value, op.products, dtype)
 
 
 _COMPUTE: dict[str, Callable[..., Tensor | None]] = {

@@ -14,11 +14,13 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+from torch import _safe_softmax as safe_softmax
 from torch._C import DisableTorchFunction, FunctionSchema
 from torch._C import _current_autograd_node as current_node
 from torch._C import _current_graph_task_id as backward_pass_id
 from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C import _dispatch_get_all_op_names as all_op_names
+from torch._C import _get_dispatch_mode as builtin_dispatch_mode
 from torch._C import _get_dispatch_stack_at as dispatch_mode_at
 from torch._C import _get_function_stack_at as function_mode_at
 from torch._C import _get_tracing_state as jit_tracing_state
@@ -29,6 +31,7 @@ from torch._C import _len_torch_dispatch_stack as dispatch_mode_count
 from torch._C import _len_torch_function_stack as function_mode_count
 from torch._C import _pop_torch_dispatch_stack as pop_dispatch_mode
 from torch._C import _set_grad_enabled as set_grad_mode
+from torch._C import _TorchDispatchModeKey as BuiltinModes
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_hooks
 from torch._C._autograd import _saved_tensors_hooks_is_enabled as saved_hooks_allowed  # type: ignore[attr-defined]
@@ -65,6 +68,7 @@ __all__ = [
     "STATE_MODULE",
     "AccumulateGrad",
     "BatchNorm",
+    "BuiltinModes",
     "DeviceContext",
     "Dirichlet",
     "DisableTorchDispatch",
@@ -83,6 +87,7 @@ __all__ = [
     "backward_pass_id",
     "base_of",
     "buffers_of",
+    "builtin_dispatch_mode",
     "children_of",
     "current_node",
     "dispatch_mode_at",
@@ -135,6 +140,7 @@ __all__ = [
     "register_state_dict_hook",
     "renew_flat_weights",
     "replace_engine",
+    "safe_softmax",
     "saved_hooks",
     "saved_hooks_allowed",
     "scale_of",
