@@ -400,6 +400,7 @@ REFUSED_IN_FP32: dict[str, Callable[[torch.Tensor], Any]] = {  # of a floating t
     "scatter_": lambda y: torch.zeros(4, 4).long().scatter_(0, torch.zeros(1, 4).long(), y),
     "a list of wrong shapes": lambda y: torch._foreach_add_([y.clone(), y.clone()], [y, y[:3]]),
     "a tensor given by name": lambda y: torch.celu_(input=torch.zeros(4).long()),
+    "a method in Python": lambda y: y.unflatten(0, (3, 3)),
 }
 
 
