@@ -354,3 +354,11 @@ def test_an_error_of_the_model_is_its_own() -> None:
     _, _, step = made(mlp, "O2", BF16, optimizers.FusedAdam, False, compiled=True)
     with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|must match"):
         step(torch.ones(4, 5, 17), torch.ones(4, 5, 16))
+
+
+def test_an_error_of_code_that_the_model_itself_compiles_is_raised() -> None:
+    inner = torch.compile(lambda x: torch._dynamo.graph_break() or x, backend="eager", fullgraph=True)
+    model = nn.Linear(2, 2)
+    step = TrainStep(lambda x: inner(model(x)).sum(), None, torch.optim.SGD(model.parameters()), compiled=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        step(torch.ones(1, 2))

@@ -71,6 +71,8 @@ class CompiledPasses:
                     loss = self._run_parts(batch, scaled, share, compiled=runs == "in parts")
                 break
             except compile_errors() as error:
+                if runs == "eager":  # raised by code that the model itself compiles
+                    raise
                 runs, reason = "in parts" if runs == "compiled" else "eager", _first_line(error)
         if runs != self._runs:  # the passes succeeded, so the batch was not the cause
             self._fall_back(runs, reason)
