@@ -238,12 +238,6 @@ def test_an_optimizer_that_goes_on_unfused_keeps_what_is_on_it(beside: str) -> N
     assert len(calls) >= 3 if scheduler is None else optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
 
 
-def test_an_optimizer_is_given_once() -> None:
-    model, optimizer = start()
-    with pytest.raises(UsageError, match="twice"):
-        amp.scale_loss(model(X).float().sum(), [optimizer, optimizer])
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @in_both_halves
 def test_what_is_written_into_a_state_dict_of_copies_reaches_no_weight(half: torch.dtype, level: str) -> None:
