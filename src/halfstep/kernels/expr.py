@@ -19,11 +19,11 @@ __all__ = [
     "ByTorch",
     "Columns",
     "ElementwiseKernel",
+    "Expression",
     "Node",
     "Symbol",
     "TorchUpdate",
     "Trace",
-    "Value",
     "elementwise_kernel",
     "trace",
 ]
@@ -118,7 +118,7 @@ class Trace:
     statistics: tuple[int, ...]
 
 
-class Value:
+class Expression:
     """A value in an update, with the operators and methods that an update may use."""
 
     __slots__ = ()
@@ -154,7 +154,7 @@ class Value:
         return self._apply("maximum", self, other)
 
 
-class Symbol(Value):
+class Symbol(Expression):
     """A symbolic value; operators on it are recorded in its trace."""
 
     __slots__ = ("_nodes", "index")

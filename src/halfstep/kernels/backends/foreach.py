@@ -9,7 +9,7 @@ import torch
 
 from ...core.scalars import in_scalar_dtype, scalar_dtype
 from ..blockwise import dequantize, quantize
-from ..expr import ElementwiseKernel, Value, trace
+from ..expr import ElementwiseKernel, Expression, trace
 from ..storage import Storage, after_writes, join, round_stochastic, split
 from ..tensor_table import Launcher, Number, Scalars, TensorTable
 
@@ -65,7 +65,7 @@ class ForeachLauncher(Launcher):
         return results
 
 
-class Lanes(Value):
+class Lanes(Expression):
     """A list of tensors that acts as one value in an expression."""
 
     __slots__ = ("tensors",)
@@ -78,8 +78,8 @@ class Lanes(Value):
         return Lanes(list(getattr(torch, f"_foreach_{op}")(*given)))
 
     # torch._foreach takes numbers as the second operand only.
-    __radd__ = Value.__add__
-    __rmul__ = Value.__mul__
+    __radd__ = Expression.__add__
+    __rmul__ = Expression.__mul__
 
 
 class PerRow:
