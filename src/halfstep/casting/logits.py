@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..core.dtypes import HALF_DTYPES
 from .containers import map_tensors
@@ -37,7 +38,7 @@ def remember_logits(mode: CastMode, func: Callable[..., Any], args: tuple[Any, .
 def from_logits(otherwise: Rule, mode: CastMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Compute the loss of a sigmoid from its logits, which get the gradient, unless either was written to since."""
     first = args[0] if args else kwargs["input"]
-    logits, *versions = mode.logits.get(first, (None,))
+    logits, *versions = mode.logits.get(first, (None,)) if isinstance(first, Tensor) else (None,)
     if logits is None or versions != [version_of(first), version_of(logits)] or not mode.casts(first):
         return otherwise(mode, func, args, kwargs)
     count_changed_op()

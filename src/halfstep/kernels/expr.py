@@ -123,9 +123,8 @@ class Expression:
 
     __slots__ = ()
 
-    def _apply(self, op: str, *operands: Any) -> Any:
-        """Compute an operation, by the name that it has in a ``Node``, of this value and others."""
-        raise NotImplementedError
+    _apply: Callable[..., Any]
+    """Computes an operation, by the name that it has in a ``Node``, of this value and others."""
 
     def __add__(self, other: Any) -> Any:
         return self._apply("add", self, other)

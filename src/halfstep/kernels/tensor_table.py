@@ -117,9 +117,8 @@ class TensorTable:
     def slots(self) -> dict[str, range]:
         """The indices of each column's parts, as pointer tables count parts."""
         ends = itertools.accumulate(len(parts) for _, parts in self.columns.values())
-        return {
-            name: range(end - len(self.columns[name][1]), end) for name, end in zip(self.columns, ends, strict=True)
-        }
+        columns = zip(self.columns.items(), ends, strict=True)
+        return {name: range(end - len(parts), end) for (name, (_, parts)), end in columns}
 
     def renew(self, tensors: list[torch.Tensor]) -> bool:
         """Put new tensors of the same kind into the first column, usually this step's gradients.

@@ -45,15 +45,16 @@ def adagrad(
     return {"param": param * decay - grad / (sum.sqrt() + eps) * rate, "sum": sum}
 
 
-def adagrad_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Number]:
+def adagrad_scalars(group: Hyper, t: torch.Tensor, factor: Number, of_torch: bool = False) -> dict[str, Number]:
     """Compute the numbers of ``adagrad``, and of torch's fused call.
 
     Args:
-        group: ``lr``, ``eps``, ``weight_decay``, ``lr_decay`` and ``adagrad_w_mode``, which groups of torch lack.
+        group: ``lr``, ``eps``, ``weight_decay``, ``lr_decay`` and ``adagrad_w_mode``.
         t: the number of the step, from 1; used only with ``lr_decay``.
         factor: the factor for gradients.
+        of_torch: True for a group of torch's ``Adagrad``, whose weight decay is never decoupled.
     """
-    lr, weight_decay, decoupled = group["lr"], group["weight_decay"], group.get("adagrad_w_mode", False)
+    lr, weight_decay, decoupled = group["lr"], group["weight_decay"], not of_torch and group["adagrad_w_mode"]
     return {
         "factor": factor,
         "l2": 0.0 if decoupled else weight_decay,
@@ -108,4 +109,4 @@ class FusedAdagrad(FusedOptimizer):
         return {"step": NUMBER, "sum": StateSpec(torch.float32, group["initial_accumulator_value"])}
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
-        rows.launch(adagrad, adagrad_scalars(group, step.t, step.factor), step.skip)
+        rows.launch(adagrad, adagrad_scalars(group, step.t, step.factor, self._groups_of_torch), step.skip)

@@ -65,19 +65,19 @@ def amsgrad(
     return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": max_exp_avg_sq}
 
 
-def adam_scalars(group: Hyper, t: Number, factor: Number) -> dict[str, Number]:
+def adam_scalars(group: Hyper, t: Number, factor: Number, of_torch: bool = False) -> dict[str, Number]:
     """Compute the numbers of ``adam`` and ``amsgrad``, and of torch's fused calls.
 
     Args:
-        group: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``adam_w_mode`` and ``bias_correction``. A group of torch's
-            ``Adam`` or ``AdamW`` has ``decoupled_weight_decay`` instead of the last two, and corrects the bias.
+        group: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``adam_w_mode`` and ``bias_correction``.
         t: the number of the step, from 1: a float or a float64 tensor.
         factor: the factor for gradients.
+        of_torch: True for a group of torch's ``Adam`` or ``AdamW``, which has ``decoupled_weight_decay`` instead of
+            the last two and always corrects the bias. A loaded state may add keys of ``FusedAdam``, which do not count.
     """
-    beta1, beta2 = group["betas"]
-    lr, weight_decay = group["lr"], group["weight_decay"]
-    decoupled = group.get("adam_w_mode", group.get("decoupled_weight_decay"))
-    corrected = group.get("bias_correction", True)
+    lr, weight_decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+    decoupled = group["decoupled_weight_decay" if of_torch else "adam_w_mode"]
+    corrected = of_torch or group["bias_correction"]
     first, second = bias_corrections((beta1, beta2), t) if corrected else (1.0, 1.0)
     return {
         "factor": factor,
@@ -149,4 +149,4 @@ class FusedAdam(FusedOptimizer):
         kernel = amsgrad if group["amsgrad"] else adam
         # Next to an fp32 tensor a float counts as fp32, and a bias correction in fp32 loses digits.
         t = step.t if isinstance(group["lr"], torch.Tensor) else step.t_on_host
-        rows.launch(kernel, adam_scalars(group, t, step.factor), step.skip)
+        rows.launch(kernel, adam_scalars(group, t, step.factor, self._groups_of_torch), step.skip)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import is_
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -92,6 +92,7 @@ class FusedOptimizer(FusedState):
     """
 
     _step_supports_amp_scaling = True
+    _groups_of_torch: ClassVar[bool] = False  # True for a class of torch, whose groups have other hyperparameters
 
     # ---- what a subclass defines
 
@@ -224,12 +225,11 @@ class FusedOptimizer(FusedState):
         fused, groups, first = self._fused, [], 0
         # Compare the entries of the state with the last step by identity: hashing tensors is slow.
         (params, entries), state = fused.known_state, self.state
-        same_state = len(state) == len(params) and all(map(is_, state, params))
-        same_state = same_state and all(map(is_, state.values(), entries))
+        same = len(state) == len(params) and all(map(is_, state, params)) and all(map(is_, state.values(), entries))
         for index, group in enumerate(self.param_groups):
             params = group["params"]
             positions = range(first, first + len(params))
-            rows = fused.groups[index] = self._rows_of(fused.groups.get(index), group, params, positions, same_state)
+            rows = fused.groups[index] = self._rows_of(fused.groups.get(index), group, params, positions, same)
             if rows.rows:
                 groups.append((group, rows))
             first += len(params)

@@ -40,6 +40,7 @@ class FusedTorchOptimizer(FusedOptimizer):
     """
 
     _counts: ClassVar[bool] = True  # torch expects a ``step`` in every state
+    _groups_of_torch: ClassVar[bool] = True
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         """Make an instance for torch's ``__init__``, for frameworks that construct another optimizer of its class."""

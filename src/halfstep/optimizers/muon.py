@@ -190,13 +190,17 @@ class FusedMuon(FusedOptimizer):
                 _check_matrix(param[1] if isinstance(param, tuple) else param)
 
     def _layout(self, group: Hyper) -> StateLayout:
-        if _takes_muon(group):
+        if self._takes_muon(group):
             return {"momentum_buffer": FIRST_MOMENT}
         return {"step": NUMBER, "exp_avg": FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT}
 
+    def _takes_muon(self, group: Hyper) -> bool:
+        """True if the parameters of a group take Muon: all groups of torch's Muon do."""
+        return self._groups_of_torch or bool(group["use_muon"])
+
     def _marks(self, group: Hyper, params: Sequence[torch.Tensor]) -> list[Hashable]:
         marks = super()._marks(group, params)
-        if not _takes_muon(group):
+        if not self._takes_muon(group):
             return marks
         filled: Counter[Hashable] = Counter()
         for i, param in enumerate(params):
@@ -207,7 +211,7 @@ class FusedMuon(FusedOptimizer):
         return marks
 
     def _complete_state(self, group: Hyper, params: Iterable[torch.Tensor]) -> None:
-        for param in params if _takes_muon(group) else ():
+        for param in params if self._takes_muon(group) else ():
             _check_matrix(param)
             if domain_of(param):
                 raise UsageError(
@@ -217,10 +221,10 @@ class FusedMuon(FusedOptimizer):
         super()._complete_state(group, params)
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
-        if not _takes_muon(group):
-            hyper = {**group, "eps": group["adam_eps"], "adam_w_mode": True}
+        if not self._takes_muon(group):
+            hyper = {**group, "eps": group["adam_eps"], "decoupled_weight_decay": True}
             t = step.t if isinstance(group["lr"], torch.Tensor) else step.t_on_host
-            rows.launch(adam, adam_scalars(hyper, t, step.factor), step.skip)
+            rows.launch(adam, adam_scalars(hyper, t, step.factor, of_torch=True), step.skip)
             return
         momentum, nesterov, lr, weights = group["momentum"], group["nesterov"], group["lr"], rows.weights
         shape = matrix_shape(weights[0].shape)
@@ -236,11 +240,6 @@ class FusedMuon(FusedOptimizer):
         stack = unit_singular_values(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rates = {"decay": 1.0 - lr * group["weight_decay"], "rate": lr * _rate(group, *shape)}
         rows.launch(muon_apply, rates, step.skip, beside={"direction": parts_of(stack.contiguous(), weights)})
-
-
-def _takes_muon(group: Hyper) -> bool:
-    """True if the parameters of a group take Muon: groups of torch's Muon do not say so."""
-    return bool(group.get("use_muon", True))
 
 
 def _rate(group: Hyper, rows: int, columns: int) -> float:

@@ -65,17 +65,17 @@ def momentum_sgd(
     return {"param": param - step * lr, "momentum_buffer": momentum_buffer}
 
 
-def sgd_scalars(group: Hyper, new: Number, factor: Number) -> dict[str, Number]:
+def sgd_scalars(group: Hyper, new: Number, factor: Number, of_torch: bool = False) -> dict[str, Number]:
     """Compute the numbers of ``sgd`` and ``momentum_sgd``.
 
     Args:
-        group: ``lr``, ``momentum``, ``weight_decay``, ``nesterov`` and ``wd_after_momentum``, which groups of torch
-            lack.
+        group: ``lr``, ``momentum``, ``weight_decay``, ``nesterov`` and ``wd_after_momentum``.
         new: the share of the gradient that enters the buffer.
         factor: the factor for gradients.
+        of_torch: True for a group of torch's ``SGD``, whose weight decay enters before the momentum.
     """
     momentum, weight_decay, nesterov = group["momentum"], group["weight_decay"], group["nesterov"]
-    late = group.get("wd_after_momentum", False) and momentum
+    late = not of_torch and group["wd_after_momentum"] and momentum
     return {
         "factor": factor,
         "l2": 0.0 if late else weight_decay,
@@ -158,4 +158,4 @@ class FusedSGD(FusedOptimizer):
             t = step.t
             new = 1.0 - group["dampening"] * (t > 1.0).to(t)
         kernel = momentum_sgd if group["momentum"] else sgd
-        rows.launch(kernel, sgd_scalars(group, new, step.factor), step.skip)
+        rows.launch(kernel, sgd_scalars(group, new, step.factor, self._groups_of_torch), step.skip)

@@ -123,10 +123,10 @@ def of_run(run: Callable[[], Any], prepare: Callable[[nn.Module, Any], Any] | No
                 raise UsageError("No module has the parameters of this optimizer: there is no model to cast.")
             optimizer.zero_grad()  # gradients of the dtype that the weights had before
             prepare(model, optimizer)
-        if taken > _WARMUP:
+        if _WARMUP < taken <= _WARMUP + _STEPS:
             recorder.end()
-        if taken == _WARMUP + _STEPS:
-            sys.exit()  # no Exception, which the script may catch
+        if taken >= _WARMUP + _STEPS:  # at each further step of a script that catches SystemExit
+            sys.exit()
         if taken >= _WARMUP:
             recorder.begin()
 

@@ -25,15 +25,15 @@ Update = tuple[ElementwiseKernel, Scalars]
 
 
 def _adam(group: Hyper, t: torch.Tensor) -> Update:
-    return amsgrad if group["amsgrad"] else adam, adam_scalars(group, t, 1.0)
+    return amsgrad if group["amsgrad"] else adam, adam_scalars(group, t, 1.0, "adam_w_mode" not in group)
 
 
 def _sgd(group: Hyper, t: torch.Tensor) -> Update:
-    return momentum_sgd if group["momentum"] else sgd, sgd_scalars(group, 1.0, 1.0)
+    return momentum_sgd if group["momentum"] else sgd, sgd_scalars({"wd_after_momentum": False, **group}, 1.0, 1.0)
 
 
 def _adagrad(group: Hyper, t: torch.Tensor) -> Update:
-    return adagrad, adagrad_scalars({"lr_decay": 0.0, **group}, t, 1.0)
+    return adagrad, adagrad_scalars({"lr_decay": 0.0, "adagrad_w_mode": False, **group}, t, 1.0)
 
 
 @elementwise_kernel()

@@ -36,8 +36,8 @@ class FastLayerNorm(nn.Module):
         super().__init__()
         self.epsilon = eps
         self.memory_efficient = memory_efficient
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.bias = nn.Parameter(torch.zeros(hidden_size))
+        self.weight, self.bias = (nn.Parameter(torch.empty(hidden_size)) for _ in range(2))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Ones and zeros."""
