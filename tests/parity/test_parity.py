@@ -334,9 +334,9 @@ def test_what_compiled_code_computes_otherwise(step: Any, compiled: Any, kind: s
             type("M", (nn.Module,), {"forward": lambda s, x: s.z(x)})(),
             "No module has the same",
         ),
-        (mlp(), "text.pt", "text.pt is not a saved run. parity.record"),
-        (mlp(), "no.pt", "no.pt is not a saved run. parity.record"),
-        (mlp(), "old.pt", "old.pt has the format 'halfstep parity 2', not .* 4': record it again. parity.record"),
+        (mlp(), "text.pt", "text.pt has no run .halfstep parity 4.; parity.record"),
+        (mlp(), "no.pt", "no.pt has no run"),
+        (mlp(), "old.pt", "old.pt has no run .halfstep parity 4"),
     ],
 )
 def test_what_is_refused(a: Any, b: Any, text: str | None, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -78,7 +79,8 @@ def parity(a: Side, b: Side, inputs: Any = None, *, reference: str | None = "flo
     names = [f"{name} ({at})" for name, at in zip(names, "ab", strict=True)] if names[0] == names[1] else names
     runs = [s if isinstance(s, SideRun) else run(n, s, inputs) for n, s in zip(names, sides, strict=True)]
     found = _compare(runs, reference)
-    return replace(found, first=_compiled_difference(runs, sides, inputs)) if found else found
+    compiles = "torch._dynamo" in sys.modules
+    return replace(found, first=_compiled_difference(runs, sides, inputs)) if found and compiles else found
 
 
 def record(side: Callable[..., Any], inputs: Any, *, name: str = "") -> SideRun:
