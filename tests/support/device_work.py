@@ -34,7 +34,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(launch, "_has_triton", lambda: True)
     monkeypatch.setattr(triton, "_module", lambda kernel, *_: Module(kernel))
-    monkeypatch.setattr(triton, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     # Fake tensors have nothing to pin.
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
