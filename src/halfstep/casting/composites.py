@@ -44,7 +44,7 @@ def is_composite_of(func: Callable[..., Any], listed: frozenset[str]) -> bool:
 
 
 def has_question(func: types.FunctionType) -> bool:
-    """True if a Python function asks whether a mode wants its call."""
+    """True if a Python function asks if a mode wants its call, and is no method around the op of its own name."""
     # A method of torch.Tensor with `super` calls the op of its own name, which would come to the mode again.
     return "super" not in func.__code__.co_names and not set(_QUESTIONS).isdisjoint(func.__code__.co_names)
 

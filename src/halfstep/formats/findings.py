@@ -37,7 +37,7 @@ def _by(facts: Any) -> str:
 
 
 def _worst(facts: Any, column: int, least: float) -> dict[str, float]:
-    """The shares of one kind of loss by operand, in one read of each device, where they are above ``least``."""
+    """Return the shares of one kind of loss that are above ``least``, by operand; each device is read once."""
     found = {
         f"{name}: {place}": losses[column]
         for name, _, mark in _layers(facts)

@@ -160,8 +160,8 @@ class AddressTable:
         device: the device of the tensors.
         lengths: the element count of each row.
         parts: the tensors of each part of each column, one list per part. The first list is empty between steps.
-        staged: the copies of the tensors of staged rows, by the indices of their part and row. Kernels use a tensor in
-            place that does not have one element per value.
+        staged: the copies of the tensors of staged rows, by the indices of their part and row. Tensors without one
+            element per value are used in place.
         values: int64, shape [parts * rows]: the addresses of the tensors of each part of each column, on the device.
     """
 

@@ -200,8 +200,8 @@ class OpRecorder:
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._hook.remove()
-        self._collect()
         self._warnings.__exit__(None, None, None)
+        self._collect()
         if self._refused:
             raise UsageError(_OTHER) from None
 

@@ -49,9 +49,9 @@ class _Piece:
 
 def _pieces(pointers: PointerTable) -> list[_Piece]:
     pieces: list[list[tuple[int, int, int]]] = []
-    size = _PIECE
+    size = 0
     for row, start, count in zip(pointers.row.tolist(), pointers.start.tolist(), pointers.count.tolist(), strict=True):
-        if size + count > _PIECE:
+        if not pieces or size + count > _PIECE:
             pieces.append([])
             size = 0
         pieces[-1].append((row, start, count))
