@@ -13,8 +13,8 @@ from torch import nn
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.core.loss_scale import DynamicLossScale
-from halfstep.parameters.keeper import MasterKeeper
 from halfstep.parameters.loss_scaler import DeviceLossScaler
+from halfstep.parameters.masters import table_of
 from halfstep.parameters.table import Slot, record_of
 from halfstep.stepping.attached import attach
 from halfstep.stepping.backward import any_overflow
@@ -280,13 +280,13 @@ def test_every_rank_gets_the_masters_of_the_first(monkeypatch: pytest.MonkeyPatc
     finder, ranks = Finder(monkeypatch), RankSync()
     weight, other, bare = (nn.Parameter(torch.zeros(shape, dtype=BF16)) for shape in ((2, 2), (1,), (2,)))
     optimizer = torch.optim.SGD([weight, other], lr=0.0)
-    keeper = MasterKeeper(optimizer, True, {id(weight): torch.full((2, 2), 2.0**-140)})
+    table, _ = table_of(optimizer, True, {id(weight): torch.full((2, 2), 2.0**-140)})
     finder.wrappers.append(Wrapper(weight, bare))
     ranks.find_wrappers([weight, other, bare], [], [weight, other, bare])
     assert finder.broadcasts == [[2.0**-140] * 4]
-    assert keeper.find(weight).read().tolist() == [[1.0 + 2.0**-12, 2.0 + 2.0**-12], [3.0 + 2.0**-12, 4.0 + 2.0**-12]]
+    assert table.find(weight).read().tolist() == [[1.0 + 2.0**-12, 2.0 + 2.0**-12], [3.0 + 2.0**-12, 4.0 + 2.0**-12]]
     assert weight.tolist() == [[1.0, 2.0], [3.0, 4.0]]
-    assert keeper.find(other).read().tolist() == [0.0], "it is in no wrapper"
+    assert table.find(other).read().tolist() == [0.0], "it is in no wrapper"
     version = weight._version
     again = RankSync()
     again.find_wrappers([weight], [], [weight])

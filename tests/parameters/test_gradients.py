@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfstep import amp
-from halfstep.parameters import keeper, table
 from halfstep.parameters import ledger as gradients
+from halfstep.parameters import masters, table
 from halfstep.stepping import prepare
 from halfstep.stepping.ranks import ddp_hook as reduction
 from tests.support.backends import skip_without_compiler
@@ -24,7 +24,7 @@ from tests.support.worlds import advance, in_both_halves, scaled_backward, start
 
 @pytest.fixture
 def without_grad_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gradients, table, prepare, reduction, keeper):
+    for module in (gradients, table, prepare, reduction, masters):
         monkeypatch.setattr(module, "HAS_GRAD_DTYPE", False)
 
 

@@ -33,7 +33,7 @@ def sgd(*params: nn.Parameter, lr: float = 2.0**-12, momentum: float = 0.9) -> t
 
 
 def plain_masters(optimizer: Any, originals: dict[int, torch.Tensor] | None = None) -> PlainMasters:
-    return PlainMasters(OptimizerTable.of(optimizer, fp32_grads=True), originals)
+    return PlainMasters(OptimizerTable.of(optimizer, has_masters=True), originals)
 
 
 def step(masters: PlainMasters, optimizer: torch.optim.Optimizer) -> None:
@@ -43,7 +43,7 @@ def step(masters: PlainMasters, optimizer: torch.optim.Optimizer) -> None:
 
 
 def master_of(masters: PlainMasters, p: torch.Tensor) -> float:
-    master = masters.table.master_of(p)
+    master = masters.table.find(p)
     assert master is not None
     return float(master.read().detach()[0])
 
@@ -58,11 +58,11 @@ def test_trainable_16_bit_parameters_have_masters_and_no_others(half: torch.dtyp
     ((p, master),) = masters.pairs()
     assert p is trained
     assert (type(master), master.dtype, master.requires_grad) == (nn.Parameter, torch.float32, True)
-    assert [masters.table.master_of(q) is None for q in (trained, frozen, single)] == [False, True, True]
+    assert [masters.table.find(q) is None for q in (trained, frozen, single)] == [False, True, True]
     frozen.requires_grad_(True)
     masters.adopt()
-    assert masters.table.master_of(trained).read() is master
-    assert masters.table.master_of(frozen) is not None
+    assert masters.table.find(trained).read() is master
+    assert masters.table.find(frozen) is not None
 
 
 def test_masters_start_from_the_weights_before_they_were_rounded() -> None:
@@ -253,7 +253,7 @@ def test_a_written_parameter_is_found_by_its_value(write: str, reader: str, half
         masters.adopt()
         WRITES[write](p)
         if reader == "of":
-            assert [masters.table.master_of(q).read().tolist() for q in (p, other)] == [[value] * 2, [FINE] * 2]
+            assert [masters.table.find(q).read().tolist() for q in (p, other)] == [[value] * 2, [FINE] * 2]
         elif reader == "a step":
             with torch.enable_grad():
                 step(masters, optimizer)
@@ -347,15 +347,15 @@ def test_a_resting_master_hears_of_writes_and_comes_back() -> None:
     optimizer = sgd(p, q)
     masters = plain_masters(optimizer, {id(p): torch.full((2,), FINE)})
     masters.adopt()
-    master = masters.table.master_of(p)
+    master = masters.table.find(p)
     optimizer.param_groups[0]["params"] = [q]
     step(masters, optimizer)
     with torch.no_grad():
         p[0] = 5.0
-    assert masters.table.master_of(p).read().tolist() == [5.0, FINE]
+    assert masters.table.find(p).read().tolist() == [5.0, FINE]
     optimizer.param_groups[0]["params"] = [q, p]
     masters.adopt()
-    assert masters.table.master_of(p) is master
+    assert masters.table.find(p) is master
 
 
 def test_a_resting_master_goes_with_its_parameter() -> None:
@@ -363,7 +363,7 @@ def test_a_resting_master_goes_with_its_parameter() -> None:
     optimizer = sgd(p, q)
     masters = plain_masters(optimizer)
     masters.adopt()
-    master = weakref.ref(masters.table.master_of(p).read())
+    master = weakref.ref(masters.table.find(p).read())
     optimizer.param_groups[0]["params"] = [q]
     step(masters, optimizer)
     step(masters, optimizer)
@@ -393,7 +393,7 @@ def test_the_first_holder_that_lives_is_asked() -> None:
     assert held_masters.master_of(p) is None
     assert held_masters.write_master(p, torch.ones(2)) is None
     for keeper in (one, two):
-        holders.register([p], keeper)
+        record_of(p).register(keeper)
     assert holders.keeper_of(p) is one
     assert held_masters.master_of(p).tolist() == [FINE, FINE]
     assert held_masters.write_master(p, torch.full((2,), 2 + FINE)).tolist() == [3.0, 3.0]
@@ -409,6 +409,6 @@ def test_a_parameter_does_not_collect_the_dead() -> None:
     p = param()
     for _ in range(4):
         keeper = Keeper(p, None)
-        holders.register([p], keeper)
-        holders.register([p], keeper)
+        record_of(p).register(keeper)
+        record_of(p).register(keeper)
     assert len(record_of(p).keepers) <= 2

@@ -45,7 +45,7 @@ ALIVE: list[Holder] = []  # a table does not keep its optimizer alive
 
 def gradients_of(*params: torch.Tensor, fp32: bool, reduced: bool = False) -> Gradients:
     ALIVE.append(Holder(params))
-    gradients = Gradients(OptimizerTable.of(ALIVE[-1], fp32_grads=fp32))
+    gradients = Gradients(OptimizerTable.of(ALIVE[-1], has_masters=fp32))
     for slot in gradients.table.slots:
         slot.reduced = reduced
     return gradients
@@ -266,7 +266,8 @@ def test_sparse_and_dense_gradients_add_up(first: str, second: str, half: torch.
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype")
 def test_gradients_come_in_the_dtype_that_was_chosen() -> None:
     half, single, full = param(dtype=BF16), param(), param(1.0, BF16)
-    wide(half, single, full).expect()
+    gradients = wide(half, single, full)
+    gradients.expect()
     assert (half.grad_dtype, single.grad_dtype, full.grad_dtype) == (FP32, FP32, BF16)
     wide(half, single, full).expect(scaled=True)
     assert (half.grad_dtype, single.grad_dtype, full.grad_dtype) == (None, FP32, BF16)

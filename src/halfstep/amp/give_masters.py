@@ -56,4 +56,4 @@ def give_masters(
 def has_masters(optimizer: torch.optim.Optimizer) -> bool:
     """True if ``amp`` prepared an optimizer and gave it fp32 masters."""
     attached = attached_to(optimizer)
-    return attached is not None and attached.keeper.has_masters
+    return attached is not None and attached.window.table.has_masters

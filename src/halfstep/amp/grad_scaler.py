@@ -183,7 +183,7 @@ class GradScaler(ScalerSettings):
         if unscaled or not self._enabled or attached_to(optimizer) is not None:
             if not unscaled:
                 self.unscale_(optimizer)
-            return attached.window.keeper.gradients.clip(max_norm, 2.0)
+            return attached.window.gradients.clip(max_norm, 2.0)
         self._iteration.refuse_second(optimizer)
         return self._unscale(optimizer, attached, max_norm=max_norm)
 
@@ -299,7 +299,7 @@ class GradScaler(ScalerSettings):
                 "No loss has been scaled, so the gradients must not be divided by the scale. Call "
                 "scaler.scale(loss).backward() before unscale_() or step()."
             )
-        window, iteration, table = attached.window, self._iteration, attached.window.keeper.table
+        window, iteration, table = attached.window, self._iteration, attached.window.table
         # The tensor that `update` changes in place, so it is also the scale of the next losses.
         window.scale = self._scaler.state(self._home).scale
         scale = window.scale if self._moved_from is None else self._moved_from
@@ -327,11 +327,11 @@ class GradScaler(ScalerSettings):
             check.unscale(check.gather(p for p in params if id(p) in done), torch.ones_like(scale), found_inf)
         if max_norm is not None:
             left = [p for p in params if id(p) not in done]
-            result = window.keeper.gradients.unscale_and_clip(left, scale, found_inf, max_norm)
-        elif may_defer and not done and not table.fp32_grads and attached.supports_found_inf:
+            result = window.gradients.unscale_and_clip(left, scale, found_inf, max_norm)
+        elif may_defer and not done and not table.has_masters and attached.supports_found_inf:
             attached.unscale_late(scale, found_inf)
         else:
-            window.keeper.gradients.finish(scale, found_inf, done)
+            window.gradients.finish(scale, found_inf, done)
         window.records.append(BackwardRecord(found_inf, None, not window.ranks.reductions, self._scaler))
         window.close()
         if window.ranks.reductions:

@@ -220,7 +220,7 @@ def initialize(
         verbose=verbosity > 0,
     ):
         attached.session = session
-        attached.keeper.table.always_fp32 = master_grad
+        attached.window.table.always_fp32 = master_grad
         if not all(scaler.neutral for scaler in scalers):
             attached.window.subscribers.append(ForgottenScale(policy.compute_dtype is torch.float16))
     if policy.casts_ops or policy.cast_ops:

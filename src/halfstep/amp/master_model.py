@@ -12,7 +12,8 @@ from torch import nn
 from ..casting.modules import ModuleHooks, remove_hooks
 from ..core.checks import check_kind
 from ..core.errors import UsageError
-from ..parameters.master_registry import find_master, keeper_of
+from ..parameters.master_registry import find_master
+from ..parameters.masters import held_master
 from ..torch_internals.torch_compat import forward_hooks
 
 __all__ = ["master_model"]
@@ -60,9 +61,9 @@ def master_model(model: nn.Module) -> nn.Module:
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype not in (torch.float16, torch.bfloat16):
         return tensor
-    keeper, stored = keeper_of(tensor), find_master(tensor)
-    if keeper is not None and stored is not None and stored.exists:
-        master = keeper.view(tensor)
+    stored = find_master(tensor)
+    if stored is not None and stored.exists:
+        master = held_master(tensor) if isinstance(tensor, nn.Parameter) else stored.read()
         master.detach()  # materialize it, because exports and model transforms read its memory without a Python call
         return master
     wide = tensor.detach().float()

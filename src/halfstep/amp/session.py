@@ -198,7 +198,7 @@ def master_params(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimi
 
 def _stepped_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     attached = attached_to(optimizer)
-    return iter(params_of(optimizer)) if attached is None else attached.keeper.master_params()
+    return iter(params_of(optimizer)) if attached is None else attached.master_params()
 
 
 def steps_skipped(optimizer: torch.optim.Optimizer) -> int:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ..core.dtypes import is_half
-from ..parameters.master_registry import register
-from ..parameters.table import Master
+from ..parameters.table import Master, record_of
 from ..torch_internals.torch_compat import buffers_of
 from .first_passes import FirstPasses
 
@@ -93,15 +92,12 @@ class UpdatedBuffers:
         self.kept = {buffer: _KeptBuffer(buffer, value) for buffer, value in kept.items()}
         self.before: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self.changed: dict[str, torch.Tensor] | None = None
-        register(self.kept, self)
+        for buffer in self.kept:
+            record_of(buffer).register(self)
 
     def find(self, buffer: torch.Tensor) -> Master | None:
         """Return the fp32 value of a buffer; None if it was not kept."""
         return self.kept.get(buffer)
-
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return a buffer in fp32."""
-        return self.kept[buffer].read()
 
     def begin(self, model: nn.Module, passes: FirstPasses) -> bool:
         """Begin a training pass; return True if the dtypes of all buffers are final from now on."""

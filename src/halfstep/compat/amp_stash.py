@@ -87,13 +87,14 @@ class Methods:
 
     def _lazy_init_maybe_master_weights(self) -> None:
         """Give masters to parameters that user code put into a group directly; earlier parameters have masters."""
-        self._attached.keeper.adopt()
+        self._attached.window.table.refresh()
+        self._attached.window.gradients.expect()
 
     _amp_lazy_init = _lazy_init_maybe_master_weights
 
     def _master_params_to_model_params(self) -> None:
         """Round the masters into the model, including values that user code wrote to the masters."""
-        for _ in self._attached.keeper.master_params():
+        for _ in self._attached.master_params():
             pass
 
     def _prepare_amp_backward(self) -> None:

@@ -234,7 +234,7 @@ class AmpHandle(CastingSwitch, NoOpHandle):
         self._hook.remove()
         for optimizer in list(self._attached):
             attached = attached_to(optimizer)
-            if attached is not None and not attached.keeper.has_masters:
+            if attached is not None and not attached.window.table.has_masters:
                 rebase(optimizer, base_of(optimizer))
         end_session(self._casting)
 

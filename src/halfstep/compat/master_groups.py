@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..parameters.masters import held_master
 from ..stepping.attached import AttachedOptimizer
 
 __all__ = ["MasterGroups"]
@@ -23,20 +24,20 @@ class MasterGroups:
 
     def _stepped_groups(self) -> list[list[torch.Tensor]]:
         """Return the tensors that steps update: the masters, and the parameters without a master."""
-        stepped = self._attached.keeper.master_params()
+        stepped = self._attached.master_params()
         return [[next(stepped) for _ in group] for group in self._groups()]
 
     @property
     def fp16_groups(self) -> list[list[torch.Tensor]]:
         """The 16-bit parameters of the model that have masters, group by group."""
-        return [[p for p in group if self._attached.keeper.has(p)] for group in self._groups()]
+        return [[p for p in group if self._attached.window.table.has_master(p)] for group in self._groups()]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
         """The masters of ``fp16_groups``."""
-        return [[self._attached.keeper.view(p) for p in group] for group in self.fp16_groups]
+        return [[held_master(p) for p in group] for group in self.fp16_groups]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
         """The parameters that need no master."""
-        return [[p for p in group if not self._attached.keeper.has(p)] for group in self._groups()]
+        return [[p for p in group if not self._attached.window.table.has_master(p)] for group in self._groups()]

@@ -158,7 +158,7 @@ class FusedState(torch.optim.Optimizer):
     def master_value(self, param: torch.Tensor) -> torch.Tensor:
         """Return the value of a parameter's master as a new float32 tensor; without a master, the parameter's value."""
         self.table.refresh()
-        master = self.table.master_of(param)
+        master = self.table.find(param)
         return master_value(param, self.state.get(param, {})) if master is None else master.read()
 
     def _masters(self) -> list[InState]:
@@ -274,7 +274,7 @@ class FusedState(torch.optim.Optimizer):
             params: some parameters of the group.
         """
         for param in params:
-            master = self.table.master_of(param) if param.grad is not None else None
+            master = self.table.find(param) if param.grad is not None else None
             if isinstance(master, InState):
                 master.begin()
 

@@ -61,8 +61,8 @@ def check(optimizer: Any, model: nn.Module, is_released: Callable[[torch.Tensor]
                 "optimizers do not support; create it with sparse=False."
             )
         refuse_ranks(params, first_fsdp=type(module).__name__ == "FullyShardedDataParallel")
-    keeper = getattr(getattr(optimizer, "_amp_stash", None), "keeper", None)
-    if keeper is not None and keeper.plain is not None:
+    attached = getattr(optimizer, "_amp_stash", None)
+    if attached is not None and attached.window.plain is not None:
         raise UsageError(
             f"attach(model): the masters of this {type(optimizer).__name__} are kept outside it, because it shares "
             "a parameter with another optimizer or because torch is older than 2.13. Gradient release needs them in "

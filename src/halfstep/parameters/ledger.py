@@ -154,7 +154,7 @@ class Gradients:
         self._block = weakref.ref(block)
         self._generation, self._ready_for = self.table.generation, -1
         _OPEN.add(self)
-        if scale is None and not self.table.fp32_grads:
+        if scale is None and not self.table.has_masters:
             return
         if scale is None and hasattr(block, "loss") and None in [slot.narrow for slot in self._rows]:
             self.table.find_narrow(uses([block.loss]))
@@ -188,7 +188,7 @@ class Gradients:
             block: True if the pass has a block, so that ``narrow`` gradients keep the dtype in which it computes.
             scaled: True if all gradients keep the dtype in which the pass computes, because ``finish`` makes them fp32.
         """
-        if not HAS_GRAD_DTYPE or not self.table.fp32_grads:
+        if not HAS_GRAD_DTYPE or not self.table.has_masters:
             return
         for slot in self.table.slots if slots is None else slots:
             param = slot.param
@@ -260,7 +260,7 @@ class Gradients:
             taken = {*done, *_owned(), *(id(slot.param) for slot in rows)} if _OPEN or done else ()
             rows = rows + [s for s in self.table.slots if id(s.param) not in taken] if taken else self.table.slots
         params = self.table.params if rows is self.table.slots else [slot.param for slot in rows]
-        inv_scale, half = None if scale is None else reciprocal(scale), rows if self.table.fp32_grads else []
+        inv_scale, half = None if scale is None else reciprocal(scale), rows if self.table.has_masters else []
         narrow = [s for s in half if s.fp32 and (g := s.param.grad) is not None and g.dtype in HALF_DTYPES]
         if narrow and inv_scale is None:
             # Sparse gradients may have duplicate indices, which must be summed in fp32.
@@ -389,7 +389,7 @@ class Gradients:
         for slot in self._rows:
             slot.grad.saved = None
         self._pending = []
-        slots = self.table.refresh() if self.table.fp32_grads else []
+        slots = self.table.refresh() if self.table.has_masters else []
         if not slots or self._ready_for == self.table.generation:
             return
         for slot in slots:

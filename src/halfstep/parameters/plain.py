@@ -91,7 +91,7 @@ class PlainMasters:
         self._holders: list[tuple[Any, _States]] = []  # while masters are in place: optimizers whose state is swapped
         self._groups = TensorGroups([])
         self.step_writes = StepWrites()
-        table.start(partial(_new_master, table.optimizer, originals or {}), fp32_grads=True)
+        table.start(partial(_new_master, table.optimizer, originals or {}), has_masters=True)
         table.new_master = partial(_new_master, table.optimizer, {})  # other originals belong to other optimizers
 
     def adopt(self) -> None:
@@ -180,7 +180,7 @@ class PlainMasters:
         """Add masters to the optimizer's state dict, except masters that a model's state dict contains."""
         sync_held_masters(refresh=False)
         for param, name in _names(optimizer, saved):
-            master = None if is_saved_elsewhere(param) else self.table.master_of(param)
+            master = None if is_saved_elsewhere(param) else self.table.find(param)
             if master is not None:
                 saved["state"][name] = {**saved["state"].get(name, {}), "master": master.read().detach()}
         return saved
@@ -190,7 +190,7 @@ class PlainMasters:
         """Load the masters that ``save`` or a fused optimizer added to a state dict."""
         for param, name in _names(optimizer, saved):
             state = saved["state"].get(name, {})
-            master = self.table.master_of(param)
+            master = self.table.find(param)
             if master is not None and not is_saved_elsewhere(param) and _has_master(state):
                 master.write(state["master"] if "master" in state else master_value(param, state))
 

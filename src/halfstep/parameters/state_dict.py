@@ -64,9 +64,9 @@ def _patch(module: Any) -> None:
         if attached is None:
             return own(optimizer, *args, **kwargs)
         attached.window.params()
-        attached.window.keeper.gradients.expect(scaled=True)
+        attached.window.gradients.expect(scaled=True)
         result = own(optimizer, *args, **kwargs)
-        attached.window.keeper.gradients.expect()
+        attached.window.gradients.expect()
         return result
 
     setattr(module, STATE_INIT, init)

@@ -49,7 +49,7 @@ REDUCTIONS: list[Reduces] = []
 
 
 class Keeper(Protocol):
-    """Interface of objects that keep masters of parameters, or fp32 values of buffers.
+    """Interface of objects that keep masters: the table of an optimizer, and the fp32 values of a model's buffers.
 
     Attributes:
         replicated: True if every rank has all masters of the keeper, so that they must be equal on every rank.
@@ -59,9 +59,6 @@ class Keeper(Protocol):
 
     def find(self, param: torch.Tensor) -> Master | None:
         """Return the master of a parameter; None if it has none."""
-
-    def view(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the master of a parameter as an fp32 parameter; see ``held_masters``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +87,18 @@ class GradRecord:
     image: Any = None
     keepers: list[weakref.ref[Keeper]] = field(default_factory=list)
     saved_by_model: bool = False
+
+    def register(self, keeper: Keeper) -> bool:
+        """Register a keeper of the parameter's master, after earlier keepers that are alive; return True if it is new.
+
+        A model that outlives its optimizer has no masters, so the reference is weak.
+        """
+        there = [ref for ref in self.keepers if ref() is not None]
+        if any(ref() is keeper for ref in there):
+            return False
+        self.saved_by_model &= bool(there)
+        self.keepers = [*there, weakref.ref(keeper)]
+        return True
 
 
 _RECORDS: MutableMapping[torch.Tensor, GradRecord] = WeakIdKeyDictionary()
@@ -181,7 +190,8 @@ class OptimizerTable:
 
     Attributes:
         optimizer: a weak reference to the optimizer.
-        fp32_grads: True if gradients of 16-bit parameters become fp32, because the parameters have masters.
+        has_masters: True if 16-bit parameters have masters, here or in an inner optimizer, so that their gradients
+            become fp32. The table is then a keeper of these parameters.
         always_fp32: True if blocks leave no gradient in bfloat16; see ``Slot.narrow``.
         new_master: a function that creates the master of a 16-bit parameter; None if parameters have no masters.
         slots: the rows, in the order of the groups.
@@ -189,12 +199,13 @@ class OptimizerTable:
         generation: a number that is unique in the process and changes with every change of the rows.
         reduces: True if ranks reduce the gradient of any row.
         frozen: True while the optimizer's groups hold masters instead of parameters, so ``refresh`` must not read them.
+        replicated: see ``Keeper``.
 
     The table keeps the masters of parameters that user code removed from the optimizer, in case they come back.
     """
 
     optimizer: Callable[[], Any]
-    fp32_grads: bool = False
+    has_masters: bool = False
     new_master: Callable[[torch.Tensor], Master | None] | None = None
     slots: list[Slot] = field(default_factory=list)
     params: list[torch.Tensor] = field(default_factory=list)
@@ -202,15 +213,16 @@ class OptimizerTable:
     reduces: bool = False
     frozen: bool = False
     always_fp32: bool = False
+    replicated: bool = False
     _by_id: dict[int, Slot] = field(default_factory=dict)
     _gone: MutableMapping[torch.Tensor, Master] = field(default_factory=WeakIdKeyDictionary)
     _kinds: list[Any] = field(default_factory=list)
     _wrappers: list[Reduces] = field(default_factory=list)
 
     @classmethod
-    def of(cls, optimizer: Any, *, fp32_grads: bool = False) -> OptimizerTable:
+    def of(cls, optimizer: Any, *, has_masters: bool = False) -> OptimizerTable:
         """Return the table of an optimizer, which it does not keep alive."""
-        table = cls(weakref.ref(optimizer), fp32_grads)
+        table = cls(weakref.ref(optimizer), has_masters)
         table.refresh()
         return table
 
@@ -225,9 +237,9 @@ class OptimizerTable:
         slots = [Slot(param, 0, record_of(param), fp32=True, reduced=reduced) for param in params]
         return cls(lambda: None, True, None, slots, list(params), reduces=reduced)
 
-    def start(self, new_master: Callable[[torch.Tensor], Master | None] | None, *, fp32_grads: bool) -> list[Slot]:
+    def start(self, new_master: Callable[[torch.Tensor], Master | None] | None, *, has_masters: bool) -> list[Slot]:
         """Recompute all columns, with new masters."""
-        self.new_master, self.fp32_grads, self._kinds = new_master, fp32_grads, [None]
+        self.new_master, self.has_masters, self._kinds = new_master, has_masters, [None]
         self._gone.clear()
         for slot in self.slots:
             slot.master = None
@@ -245,10 +257,11 @@ class OptimizerTable:
         groups = [group["params"] for group in optimizer.param_groups]
         params: list[torch.Tensor] = groups[0] if len(groups) == 1 else list(itertools.chain.from_iterable(groups))
         same = len(params) == len(self.params) and all(map(is_, params, self.params))
-        kinds = list(map(_KIND, params)) if self.fp32_grads or self.new_master is not None else []
+        kinds = list(map(_KIND, params)) if self.has_masters or self.new_master is not None else []
         if same and kinds == self._kinds and self._wrappers == REDUCTIONS:
             return self.slots
         before, found, slots, generation = self._by_id, dict[int, Slot](), list[Slot](), next(_generations)
+        registered: list[weakref.ref[torch.Tensor]] = []
         reduced = set(map(id, reduced_params(params)))
         for group, members in enumerate(groups):
             for param in members:
@@ -257,11 +270,13 @@ class OptimizerTable:
                     master = self._gone.pop(param, None)
                     slot = Slot(param, group, record_of(param), since=generation, master=master)
                 slot.group, slot.reduced = group, id(param) in reduced
-                slot.fp32 = self.fp32_grads and param.dtype in HALF_DTYPES
+                slot.fp32 = self.has_masters and param.dtype in HALF_DTYPES
                 # Ranks require gradients of the parameter's dtype. Other slots may keep True until `find_narrow`.
                 slot.narrow = None if slot.reduced or not slot.fp32 else slot.narrow or None
                 if slot.master is None and self.new_master is not None and param.dtype in HALF_DTYPES:
                     slot.master = self.new_master(param)
+                if slot.fp32 and slot.grad.register(self):
+                    registered.append(weakref.ref(param))
                 slots.append(slot)
                 found[id(param)] = slot
         for slot in self.slots:
@@ -270,6 +285,8 @@ class OptimizerTable:
         self.slots, self._by_id, self.params = slots, found, list(params)
         self._kinds, self._wrappers, self.reduces = kinds, list(REDUCTIONS), bool(reduced)
         self.generation = generation
+        if registered and HAS_GRAD_DTYPE:
+            weakref.finalize(self, _reset_grad_dtypes, registered).atexit = False
         return slots
 
     def find_narrow(self, uses: Mapping[int, int]) -> None:
@@ -284,14 +301,27 @@ class OptimizerTable:
             found = slot.fp32 and not slot.reduced and slot.param.dtype is torch.bfloat16 and HAS_GRAD_DTYPE
             slot.narrow = found and not self.always_fp32 and uses.get(id(slot.param)) == 1
 
-    def master_of(self, param: torch.Tensor) -> Master | None:
+    def find(self, param: torch.Tensor) -> Master | None:
         """Return the master of a parameter, even if it was removed from the optimizer; None if it has none."""
         slot = self._by_id.get(id(param))
         return slot.master if slot is not None else self._gone.get(param) if self._gone else None
 
+    def has_master(self, param: torch.Tensor) -> bool:
+        """True if a step of the optimizer updates a master of the parameter, which user code may have frozen since."""
+        if not self.has_masters or param.dtype not in HALF_DTYPES:
+            return False
+        return param.requires_grad or ((master := self.find(param)) is not None and master.exists)
+
     def halves(self) -> list[torch.Tensor]:
         """Return the 16-bit parameters."""
         return [param for param in self.params if param.dtype in HALF_DTYPES]
+
+
+def _reset_grad_dtypes(params: list[weakref.ref[torch.Tensor]]) -> None:
+    """Reset ``grad_dtype`` of parameters whose masters no longer exist."""
+    for param in [param for ref in params if (param := ref()) is not None]:
+        if param.grad is None and all(ref() is None for ref in record_of(param).keepers):
+            param.grad_dtype = param.dtype
 
 
 def reduced_params(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:

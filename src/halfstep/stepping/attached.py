@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import Any, Literal, Protocol
@@ -28,7 +28,7 @@ from ..optimizers.class_swap import rebase
 from ..optimizers.fuse import FusedTorchOptimizer, fused_base, unfuse
 from ..optimizers.param_rows import SparseGradient
 from ..parameters.held_masters import MATERIALIZED, sync_held_masters
-from ..parameters.keeper import MasterKeeper
+from ..parameters.masters import in_place, master_params, move_outside, table_of, unsaved
 from ..parameters.table import REDUCTIONS
 from ..torch_internals.torch_compat import dispatch_mode_count, has_step_hooks
 from .backward import UNSAFE, WINDOWS, Window, WindowState, any_overflow
@@ -144,13 +144,13 @@ class AttachedOptimizer:
         optimizer: a torch optimizer, which must outlive this object.
         base: the class to subclass with halfstep's methods. With None the optimizer keeps its class and methods, and
             the code that creates this object calls its ``step`` instead of the optimizer's.
-        masters, originals, own: see ``MasterKeeper``.
+        masters, originals, own: see ``table_of``.
         models: the models that the optimizer trains, if they are known.
         verbose: True to log skipped steps.
         delegates_to_outer: True if another attached optimizer contains this optimizer and sends the messages to ranks.
 
     Attributes:
-        window: the backward passes since the last step; its ``keeper`` has the masters.
+        window: the backward passes since the last step, with the table of the parameters and their masters.
         replaced: the check for parameters that user code replaced in the models.
         session: state of the code that attached the optimizer.
         original_step: the ``step`` of the class that the optimizer had before it was attached, without torch's hooks;
@@ -189,9 +189,9 @@ class AttachedOptimizer:
         self._latest: torch.Tensor | bool = False  # True, or a nonzero tensor, if the latest step was skipped
         if base is not None:
             rebase(optimizer, base, self)
-        self.window = Window(
-            MasterKeeper(optimizer, masters, originals, own=own), delegates_to_outer=delegates_to_outer
-        )
+        table, plain = table_of(optimizer, masters, originals, own=own)
+        table.replicated = masters is True and not delegates_to_outer
+        self.window = Window(table, plain, delegates_to_outer=delegates_to_outer)
         self.replaced = ReplacedParameters(tuple(map(weakref.ref, models)))
         self.window.subscribers += [self.replaced] if self.replaced.models else []
         self.session: Any = None
@@ -202,12 +202,17 @@ class AttachedOptimizer:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer, which must outlive this object."""
-        return self.window.keeper.table.optimizer()  # type: ignore[no-any-return]
+        return self.window.table.optimizer()  # type: ignore[no-any-return]
 
-    @property
-    def keeper(self) -> MasterKeeper:
-        """The masters."""
-        return self.window.keeper
+    def master_params(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that the step updates: the ``MasterParameter`` of each parameter, or the parameter.
+
+        Raises:
+            UsageError: if user code cast a weight after its master was created.
+        """
+        if self.window.plain is not None:
+            self.window.plain.adopt()
+        return master_params(self.window.table)
 
     @property
     def supports_found_inf(self) -> bool:
@@ -215,7 +220,7 @@ class AttachedOptimizer:
 
         In an older protocol of torch, ``step`` takes the scaler as an argument; such a step does not read the flag.
         """
-        optimizer = self.window.keeper.table.optimizer()
+        optimizer = self.window.table.optimizer()
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             return False
         return not _wants_scaler(self.original_step or type(optimizer).step)
@@ -239,7 +244,7 @@ class AttachedOptimizer:
         checks = isinstance(optimizer, FusedOptimizer) and not isinstance(optimizer, FusedTorchOptimizer)
         checks = checks and not (self.window.records or observers or (dist.is_available() and dist.is_initialized()))
         checks = checks and optimizer.options.max_grad_norm is not None  # a step that clips checks the norm
-        if self.window.keeper.gradients.unscale_or_check(scale, found_inf, step_checks=checks):
+        if self.window.gradients.unscale_or_check(scale, found_inf, step_checks=checks):
             self.grad_scale = scale
 
     # ---- the step
@@ -287,13 +292,13 @@ class AttachedOptimizer:
             if any_overflow(window.take_records()).item():
                 return self.step(None, args, kwargs, skips=True)
             window.state = WindowState.IDLE
-        if getattr(window.keeper.table.optimizer(), "_amp_stash", None) is not self:
+        if getattr(window.table.optimizer(), "_amp_stash", None) is not self:
             return self.step(closure, args, kwargs)
         return optimizer.step(*([] if closure is None else [closure]), *args, **kwargs)
 
     def _step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
-        window, keeper = self.window, self.window.keeper
-        optimizer = keeper.table.optimizer()
+        window = self.window
+        optimizer = window.table.optimizer()
         # Checks that prevent a silently wrong step are called here by name. They must not be subscribers, because
         # subscribers can be removed.
         replaced = self.replaced
@@ -328,15 +333,14 @@ class AttachedOptimizer:
             except ClosureOverflowed:
                 return self._skip()
             except SparseGradient:
-                if not (keeper.has_masters and isinstance(optimizer, FusedTorchOptimizer)):
+                if not (window.table.has_masters and isinstance(optimizer, FusedTorchOptimizer)):
                     raise
                 returned = self._step_unfused(found_inf, args, kwargs)
                 return returned if closure is None else vars(closure)["loss"]
 
     def _run(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         """Run a step that the host does not skip, while the optimizer's groups hold masters."""
-        keeper = self.window.keeper
-        optimizer: Any = keeper.table.optimizer()
+        optimizer: Any = self.window.table.optimizer()
         found_inf, self._found_inf = self._found_inf, None
         step: Any = self.instance_step
         if step is None:
@@ -344,9 +348,9 @@ class AttachedOptimizer:
         self._latest = False
         flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf
         torch_sgd = isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, FusedOptimizer)
-        plain = keeper.plain
+        plain = self.window.plain
         held = plain is not None or closure is not None or bool(MATERIALIZED)
-        with keeper.in_place() if held else nullcontext():
+        with in_place(plain) if held else nullcontext():
             if flag is not None and torch_sgd and not _start_momentum(optimizer) and flag.item():
                 return self._skip()
             scale, self.grad_scale = self.grad_scale, None
@@ -390,8 +394,8 @@ class AttachedOptimizer:
         """Switch to torch's own step, which supports sparse gradients, with plain masters."""
         optimizer: Any = self.optimizer
         logger.info("%s continues without its fused step, which has no sparse gradients", type(optimizer).__name__)
-        started = [*self.keeper.started(), *unfuse(optimizer).items()]
-        self.keeper.keep_plain({id(param): value for param, value in started})
+        started = [*unsaved(self.window.table), *unfuse(optimizer).items()]
+        self.window.plain = move_outside(self.window.table, {id(param): value for param, value in started})
         # Unlike the fused step, torch's own step does not read flags on the device, so the host does.
         if found_inf is not None and found_inf.item():
             return self._skip()
@@ -402,7 +406,7 @@ class AttachedOptimizer:
                 return self._skip()
             if given.get("grad_scale") is not None:
                 found = torch.zeros((), dtype=torch.float32, device=self.window.device)
-                self.window.keeper.gradients.finish(given["grad_scale"], found)
+                self.window.gradients.finish(given["grad_scale"], found)
             return self._step(None, args, kwargs)
         finally:
             here.update(given)
@@ -416,7 +420,8 @@ class AttachedOptimizer:
             base: the class that the optimizer had before it was attached.
             state: the result of the optimizer's ``__getstate__``.
         """
-        return _rebuild, (base, state, self.keeper.has_masters, self.keeper.started(), self.verbose, self.session)
+        table = self.window.table
+        return _rebuild, (base, state, table.has_masters, unsaved(table), self.verbose, self.session)
 
 
 def _start_momentum(optimizer: torch.optim.SGD) -> bool:

@@ -18,9 +18,10 @@ import torch
 from ..core.errors import UsageError
 from ..core.text import counted
 from ..optimizers.release import GradientRelease
-from ..parameters.keeper import MasterKeeper
+from ..parameters.ledger import Gradients
 from ..parameters.loss_scaler import DeviceLossScaler
-from ..parameters.table import REDUCTIONS
+from ..parameters.plain import PlainMasters
+from ..parameters.table import REDUCTIONS, OptimizerTable
 from ..torch_internals.callers import callers_level
 from .diagnosis import ClippedGradients, first_bad_gradient
 from .ranks.ddp_sync import BackwardRecord, RankSync, share_overflow
@@ -117,11 +118,13 @@ class Window:
     """The backward passes of one optimizer since its last step.
 
     Args:
-        keeper: the masters; the keeper also refers to the optimizer.
+        table: the parameters of the optimizer.
+        plain: the masters outside the optimizer; None if they are in its state, or if it has none.
         delegates_to_outer: True if another attached optimizer contains this optimizer and sends the messages to ranks.
 
     Attributes:
-        keeper, delegates_to_outer: as given.
+        table, plain, delegates_to_outer: as given.
+        gradients: the gradients of the parameters.
         records: the overflow check of each scaled pass; the next step skips if a pass overflowed.
         peers: weak references to the windows of other optimizers that share a parameter with this optimizer.
         state: the state of the gradients.
@@ -137,8 +140,11 @@ class Window:
     ranks = RankSync()
     """The messages to other ranks. An instance gets its own object as soon as a DDP wrapper exists."""
 
-    def __init__(self, keeper: MasterKeeper, *, delegates_to_outer: bool = False) -> None:
-        self.keeper = keeper
+    def __init__(
+        self, table: OptimizerTable, plain: PlainMasters | None = None, *, delegates_to_outer: bool = False
+    ) -> None:
+        self.table, self.plain, self.gradients = table, plain, Gradients(table)
+        self.gradients.expect()
         self.delegates_to_outer = delegates_to_outer
         self.records: list[BackwardRecord] = []
         self.peers: tuple[weakref.ref[Window], ...] = ()
@@ -158,13 +164,13 @@ class Window:
     @property
     def release(self) -> GradientRelease | None:
         """The gradient release of the optimizer; None if it does not step parameters in backward passes."""
-        found = getattr(self.keeper.table.optimizer(), "release", None)
+        found = getattr(self.table.optimizer(), "release", None)
         return found if isinstance(found, GradientRelease) else None
 
     def params(self) -> list[torch.Tensor]:
         """Return the parameters in the optimizer's groups."""
-        self.keeper.table.refresh()
-        return self.keeper.table.params
+        self.table.refresh()
+        return self.table.params
 
     @property
     def device(self) -> torch.device:
@@ -220,7 +226,7 @@ class Window:
         # Refresh: parameters, wrappers and gradients that were added or removed since the last pass.
         if self.state is WindowState.DIRTY:
             self.clear_stale_overflow()
-        table = self.keeper.table
+        table = self.table
         table.refresh()
         params = table.params
         if self.checked_generation is not None and self.checked_generation != table.generation:
@@ -244,7 +250,7 @@ class Window:
             release.begin(scale, guard)
         self._block, self.state = weakref.ref(block), WindowState.OPEN if named else WindowState.REACHED
         in_place = list if self._in_place else None if alone else self.ranks.averaged_next
-        self.keeper.gradients.begin(scale, block, in_place)
+        self.gradients.begin(scale, block, in_place)
         if not alone:
             self.ranks.begin_backward(scale, table.slots)
 
@@ -270,7 +276,7 @@ class Window:
 
     def _refuse_open(self) -> None:
         if self.is_open():
-            name = type(self.keeper.table.optimizer()).__name__
+            name = type(self.table.optimizer()).__name__
             raise UsageError(
                 f"A scale_loss block of this {name} is already open, and gradients of two backward passes with "
                 "different loss scales would mix. Close the first block before you open the second; gradients "
@@ -285,7 +291,7 @@ class Window:
         because all ranks must send the same messages.
         """
         after = before if before is WindowState.SCALED else WindowState.READY
-        if not (self.keeper.gradients.arrived() or self.ranks.reductions):
+        if not (self.gradients.arrived() or self.ranks.reductions):
             self.abandon(after)
             return
         found_inf = torch.zeros_like(scale, dtype=torch.float32)
@@ -303,8 +309,8 @@ class Window:
             0-dim float32 tensor, 1.0 if gradients were cleared; None if there are no gradients.
         """
         self.state = WindowState.IDLE
-        self.keeper.table.refresh()
-        return self.keeper.gradients.clear_overflow()
+        self.table.refresh()
+        return self.gradients.clear_overflow()
 
     def drop_foreign_grads(self) -> None:
         """Drop the gradients of parameters that user code added to the optimizer after a scaled pass.
@@ -312,16 +318,16 @@ class Window:
         Passes before the addition multiplied these gradients by the loss scale, and the optimizer did not unscale them.
         A gradient does not show if it is scaled, so gradients that were not scaled are dropped as well.
         """
-        slots, checked = self.keeper.table.refresh(), self.checked_generation
-        if checked is None or checked == self.keeper.table.generation:
+        slots, checked = self.table.refresh(), self.checked_generation
+        if checked is None or checked == self.table.generation:
             return
-        self.checked_generation = self.keeper.table.generation
+        self.checked_generation = self.table.generation
         foreign = [slot.param for slot in slots if slot.since > checked and slot.param.grad is not None]
         if not foreign:
             return
         for param in foreign:
             param.grad = None
-        name = type(self.keeper.table.optimizer()).__name__
+        name = type(self.table.optimizer()).__name__
         warnings.warn(
             f"{counted(len(foreign), 'parameter')} had gradients when added to this {name}, and these "
             "were dropped. Backward passes multiplied them by the loss scale, and only the gradients of parameters in "
@@ -340,9 +346,9 @@ class Window:
         params = self.params()
         lost = self.ranks.abandon_backward() or self._in_place
         if self.state is not WindowState.FINISHING:
-            self.keeper.gradients.restore()
+            self.gradients.restore()
         else:
-            self.keeper.gradients.forget()
+            self.gradients.forget()
             for param in params:
                 param.grad = None
         if self.release is not None:
@@ -363,7 +369,7 @@ class Window:
             each.closed(self, scaler, scale)
         if by:
             self.clip_check = self.clip_check or ClippedGradients()
-            self.clip_check.check(self.keeper.table.params, scale, by=by)
+            self.clip_check.check(self.table.params, scale, by=by)
 
     def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor, scaler: DeviceLossScaler) -> bool:
         """Unscale the new gradients of a pass, and add the gradients that ``begin`` set aside.
@@ -381,15 +387,15 @@ class Window:
         """
         if scale is not None:
             self.notify_closed(scaler, scale, by="block")
-        release, table = self._release if self.state in UNSAFE[:2] else self.release, self.keeper.table
+        release, table = self._release if self.state in UNSAFE[:2] else self.release, self.table
         table.refresh()
         found = (release is not None and release.finish(found_inf)) or any(p.grad is not None for p in table.params)
         if self.ranks.reductions:
             self.ranks.end_backward()
             scale = self.ranks.gradient_scale(scale)
-        self._in_place = self._in_place or self.keeper.gradients.has_saved
+        self._in_place = self._in_place or self.gradients.has_saved
         self.state = WindowState.FINISHING
-        self.keeper.gradients.finish(scale, found_inf)
+        self.gradients.finish(scale, found_inf)
         return found
 
     def multiply(self, scale: torch.Tensor) -> None:
@@ -397,7 +403,7 @@ class Window:
         divisor = self.ranks.gradient_scale(scale)
         assert divisor is not None
         self._in_place, self.state = True, WindowState.FINISHING
-        self.keeper.gradients.multiply(self.params(), divisor)
+        self.gradients.multiply(self.params(), divisor)
         self.close()
 
     def sync(self, *, steps: bool = True) -> None:
@@ -436,7 +442,7 @@ class Window:
             if self.release is not None:
                 self.release.abandon()
             self.close()
-        self.keeper.gradients.clear()
+        self.gradients.clear()
         if self.state not in UNSAFE:
             self.state = WindowState.IDLE
         self.records.clear()
@@ -459,16 +465,16 @@ class Window:
             self.release.refuse_clipping("clip_master_grads")
         self.drop_foreign_grads()
         self.sync(steps=False)
-        norm = self.keeper.gradients.clip(max_norm, norm_type)
+        norm = self.gradients.clip(max_norm, norm_type)
         return torch.where(any_overflow(self.records) != 0, -1.0, norm) if self.records else norm
 
     def _find_wrappers(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Find the DDP wrappers around the parameters, and return the parameters that have masters."""
-        half = self.keeper.table.halves() if self.keeper.has_masters else []
+        half = self.table.halves() if self.table.has_masters else []
         if not self.delegates_to_outer:
             if "ranks" not in vars(self):
                 self.ranks = RankSync()
-            self.ranks.find_wrappers(params, half, half if self.keeper.replicated else [])
+            self.ranks.find_wrappers(params, half, half if self.table.replicated else [])
         return half
 
 
@@ -487,7 +493,7 @@ def reachable(named: Sequence[Window]) -> list[Window]:
     """
     here = get_ident()
     unnamed = [one for one in WINDOWS if one not in named and one.thread == here and not one.delegates_to_outer]
-    return [one for one in unnamed if one.keeper.table.optimizer() is not None and not one.is_open()]
+    return [one for one in unnamed if one.table.optimizer() is not None and not one.is_open()]
 
 
 def record_pass(
@@ -556,4 +562,4 @@ def sync_overflow(optimizers: Sequence[Window]) -> None:
 
 def blame(windows: Sequence[Window]) -> str:
     """Describe the first gradient that is inf or NaN, for an error message. Reads the device."""
-    return first_bad_gradient([window.keeper.optimizer for window in windows])
+    return first_bad_gradient([window.table.optimizer() for window in windows])

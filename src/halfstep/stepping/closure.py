@@ -11,6 +11,7 @@ import torch
 
 from ..casting.scope import OpCasting
 from ..core.errors import UsageError
+from ..parameters.masters import out_of_place
 from .backward import Window, any_overflow
 
 __all__ = ["ClosureOverflowed", "guard"]
@@ -39,11 +40,11 @@ def guard(closure: Callable[[], Any], window: Window, casting: OpCasting | None,
         casting: the op casting that is active around the step, for the closure only; the step runs without it.
         verbose: True to log each retry.
     """
-    first, name = True, type(window.keeper.optimizer).__name__
+    first, name = True, type(window.table.optimizer()).__name__
 
     def evaluate() -> Any:
         nonlocal first
-        with window.keeper.out_of_place():
+        with out_of_place(window.plain):
             for _ in range(_RETRIES):
                 with torch.enable_grad(), casting if casting is not None else nullcontext():
                     loss = closure()

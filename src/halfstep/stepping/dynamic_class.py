@@ -19,6 +19,7 @@ from ..core.checks import check_optimizer_state
 from ..core.errors import UsageError
 from ..core.names_above import NAMES_ABOVE
 from ..optimizers.base import FusedOptimizer
+from ..parameters.masters import in_place
 from ..parameters.plain import without_masters
 from ..torch_internals.subclasses import Mixin, subclass_with, superclass_of
 from ..torch_internals.torch_compat import DisableTorchFunction
@@ -64,21 +65,21 @@ class _Attached(Mixin):
         """Add a group, with masters if the other parameters have masters; drop gradients that may be scaled."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._amp_stash.window.drop_foreign_grads()
-        self._amp_stash.keeper.adopt()
+        self._amp_stash.window.gradients.expect()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state dict, with the masters that no model's state dict contains."""
-        saved, plain = super().state_dict(), self._amp_stash.keeper.plain  # type: ignore[misc]
+        saved, plain = super().state_dict(), self._amp_stash.window.plain  # type: ignore[misc]
         return saved if plain is None else plain.save(self, saved)  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict and its masters, with the state of 16-bit parameters in the dtype of their masters."""
         check_optimizer_state(self, state_dict)
-        keeper = self._amp_stash.keeper
-        with keeper.in_place():
-            super().load_state_dict(state_dict if keeper.plain is None else without_masters(state_dict))  # type: ignore[misc]
-        if keeper.plain is not None:
-            keeper.plain.load(self, state_dict)
+        plain = self._amp_stash.window.plain
+        with in_place(plain):
+            super().load_state_dict(state_dict if plain is None else without_masters(state_dict))  # type: ignore[misc]
+        if plain is not None:
+            plain.load(self, state_dict)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients that the next step uses; see ``Window.clip``."""
@@ -154,10 +155,10 @@ def _with_masters(base: type) -> dict[str, Any]:
 def _in_place(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def on_masters(self: Any, *args: Any, **kwargs: Any) -> Any:
-        keeper = self._amp_stash.keeper
-        with keeper.in_place():
+        plain = self._amp_stash.window.plain
+        with in_place(plain):
             result = method(self, *args, **kwargs)
-        return result if keeper.plain is None or keeper.plain.places else _params_for(keeper.plain.pairs(), result)
+        return result if plain is None or plain.places else _params_for(plain.pairs(), result)
 
     return on_masters
 

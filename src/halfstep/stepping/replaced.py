@@ -110,7 +110,7 @@ class ReplacedParameters(Subscriber):
         Raises:
             UsageError: if whole parameters of the optimizer were replaced by shards.
         """
-        optimizer = window.keeper.optimizer
+        optimizer = window.table.optimizer()
         cut = any(map(is_sharded, self._present())) or any(hasattr(type(m), "unshard") for m in self._modules())
         # FSDP2 replaces shards by whole parameters while a model runs, which is not an error.
         found = [one for one in self.find(optimizer) if not is_sharded(one.old_param)] if cut else []

@@ -137,7 +137,7 @@ class ScaledBackward:
             raise
 
     def _close(self) -> None:
-        if self._reached == {"loss"} and any(window.keeper.gradients.arrived() for window in self.windows):
+        if self._reached == {"loss"} and any(window.gradients.arrived() for window in self.windows):
             _refuse_unscaled(self._reached, self.name)
         if self._hooks and not self._reached:
             warn_no_backward(self.windows[0], self.name)

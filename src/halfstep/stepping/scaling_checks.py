@@ -45,9 +45,9 @@ class ForgottenScale(Subscriber):
         A step with learning rates of 0 uses no gradients: ``torch.distributed.checkpoint`` calls such steps to create
         optimizer state.
         """
-        optimizer, release, groups = window.keeper.optimizer, window.release, window.keeper.optimizer.param_groups
+        optimizer, release = window.table.optimizer(), window.release
         used = self._scaled or (release is not None and bool(release.stepped))
-        used = used or any(p.grad is not None for group in groups for p in group["params"])
+        used = used or any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if window.block is not None or not used or (self._judged and not self._scaled):
             return
         scaler = _torch_scaler()
@@ -57,7 +57,7 @@ class ForgottenScale(Subscriber):
                 warn_scaled_twice(window, f"torch's {scaler}")
         elif scaler is not None:
             self._judged = True  # user code chose torch's scaler instead
-        elif self._in_float16 and any(group.get("lr") != 0.0 for group in groups):
+        elif self._in_float16 and any(group.get("lr") != 0.0 for group in optimizer.param_groups):
             self._judged = True
             _warn_once(
                 window,

@@ -206,7 +206,7 @@ class TrainStep:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             elif (attached := attached_to(self.optimizer)) is not None:
-                attached.keeper.gradients.widen()
+                attached.window.gradients.widen()
             params = params_of(self.optimizer)
             # torch cannot clip plain tensors together with shards, nor shards on several meshes.
             meshes = {id(place and place[0]) for place in placements_of(params)}
@@ -258,7 +258,7 @@ class TrainStep:
         if attached is not None and attached.session is not None:
             # Each call of a window has its own graph, which accumulates into gradients of the previous call, so their
             # dtype must not depend on the call.
-            attached.keeper.table.always_fp32 |= self.accumulate > 1
+            attached.window.table.always_fp32 |= self.accumulate > 1
             return scale_loss(loss, self.optimizer)
         return nullcontext(loss)
 

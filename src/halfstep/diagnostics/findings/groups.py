@@ -30,7 +30,7 @@ def masters_kept(optimizer: torch.optim.Optimizer) -> bool:
     attached = attached_to(optimizer)
     options = getattr(optimizer, "options", None)  # set on fused optimizers
     fused = bool(getattr(options, "master_weights", None)) or getattr(options, "rounding", "nearest") == "stochastic"
-    return fused or (attached is not None and attached.keeper.has_masters)
+    return fused or (attached is not None and attached.window.table.has_masters)
 
 
 @dataclass(frozen=True)

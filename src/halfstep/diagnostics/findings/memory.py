@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ...core.checks import check_kind
 from ...kernels.shards import local
+from ...parameters.masters import unsaved
 from ...stepping.attached import attached_to
 from ...torch_internals.torch_compat import is_traceable_wrapper_subclass
 from ..observe.ops import tensors_in
@@ -166,7 +167,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     state: list[Any] = []
     if optimizer is not None:
         attached = attached_to(optimizer)
-        masters += [] if attached is None else [master for _, master in attached.keeper.started()]
+        masters += [] if attached is None else [master for _, master in unsaved(attached.window.table)]
         for values in optimizer.state.values():
             for name, value in values.items() if isinstance(values, Mapping) else [("", values)]:
                 (masters if name in ("master", "remainder") else state).append(value)

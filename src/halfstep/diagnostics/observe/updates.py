@@ -18,7 +18,7 @@ __all__ = ["Change", "before_step"]
 def _numbers_behind(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield for each parameter the tensors of its full value: itself (and a split master's remainder) or its master."""
     attached = attached_to(optimizer)
-    beside: Any = {}.get if attached is None or attached.keeper.plain is None else attached.keeper.find
+    beside: Any = {}.get if attached is None or attached.window.plain is None else attached.window.table.find
     for param in params:
         state = optimizer.state.get(param) or {}
         master = state.get("master") if (kept := beside(param)) is None else kept.read()

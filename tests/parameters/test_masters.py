@@ -1,4 +1,4 @@
-"""Who keeps what for an optimizer: masters by itself or beside it."""
+"""Where the masters of an optimizer are kept, and what its groups hold while it steps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from halfstep import amp, optimizers
 from halfstep.kernels.shards import local
 from halfstep.kernels.storage import SPLIT, Storage, plain
 from halfstep.parameters import held_masters
-from halfstep.parameters.keeper import MasterKeeper
 from halfstep.parameters.ledger import set_grads
 from halfstep.parameters.master_registry import keeper_of
+from halfstep.parameters.masters import held_master, in_place, master_params, out_of_place, table_of, unsaved
 from halfstep.parameters.outside_writes import StepWrites
-from halfstep.parameters.plain import Plain
+from halfstep.parameters.plain import Plain, PlainMasters
 from halfstep.parameters.split import adapt, master_value
 from halfstep.parameters.table import Slot, record_of
+from halfstep.stepping.attached import attach
 from tests.support.worlds import BF16, FP32, scaled_step, start_amp
 
 needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
@@ -49,29 +50,29 @@ def test_masters_are_kept_by_the_optimizer_if_it_can_and_may(own: bool) -> None:
     half, _ = params(BF16)
     originals = {id(half): torch.full((2,), 1.0)}
     optimizer = MasteringOptimizer([half], lr=1.0)
-    keeper = MasterKeeper(optimizer, True, originals, own=own)
-    assert (keeper.has_masters, keeper.replicated) == (True, True)
-    assert (optimizer.asked is originals, keeper.plain is None) == (own, own)
+    table, outside = table_of(optimizer, True, originals, own=own)
+    assert table.has_masters
+    assert (optimizer.asked is originals, outside is None) == (own, own)
 
 
 def test_masters_elsewhere_are_not_made_here() -> None:
     half, single = *params(BF16)[:1], params(FP32)[0]
     optimizer = MasteringOptimizer([half, single], lr=1.0)
-    keeper = MasterKeeper(optimizer, "elsewhere")
-    assert (keeper.has_masters, keeper.replicated, keeper.plain, optimizer.asked) == (True, False, None, None)
-    assert (keeper.has(half), keeper.has(single)) == (True, False)
+    table, outside = table_of(optimizer, "elsewhere")
+    assert (table.has_masters, outside, optimizer.asked) == (True, None, None)
+    assert (table.has_master(half), table.has_master(single)) == (True, False)
     half.requires_grad_(False)
-    assert not keeper.has(half)
+    assert not table.has_master(half)
     assert held_masters.master_of(half) is None
-    assert keeper.started() == []
-    with keeper.in_place():
+    assert unsaved(table) == []
+    with in_place(outside):
         assert optimizer.param_groups[0]["params"][0] is half
 
 
 def test_plain_masters_are_seen_written_and_in_place_for_a_while() -> None:
     half, single = params(BF16)[0], params(FP32)[0]
     optimizer = torch.optim.SGD([half, single], lr=1.0)
-    keeper = MasterKeeper(optimizer, True)
+    table, outside = table_of(optimizer, True)
     assert held_masters.master_of(single) is None
     rounded = held_masters.write_master(half, torch.full((2,), 1.0 + 2.0**-12))
     assert rounded.tolist() == [1.0, 1.0]
@@ -79,42 +80,42 @@ def test_plain_masters_are_seen_written_and_in_place_for_a_while() -> None:
     master = held_masters.master_of(half)
     assert master is not None
     assert (master.tolist(), master.requires_grad) == ([1.0 + 2.0**-12] * 2, False)
-    ((p, started),) = keeper.started()
+    ((p, started),) = unsaved(table)
     assert (p is half, started.dtype) == (True, FP32)
     set_grads([half], [torch.ones(2, dtype=BF16)])
     with pytest.raises(ZeroDivisionError):
-        look_inside(keeper, optimizer)
+        look_inside(outside, optimizer)
     assert optimizer.param_groups[0]["params"][0] is half
-    assert (keeper_of(half), keeper_of(single)) == (keeper, None)
+    assert (keeper_of(half), keeper_of(single)) == (table, None)
 
 
 def test_a_parameter_that_is_trained_later_has_a_master_when_it_is_asked_for() -> None:
     half, later = params(BF16)
     later.requires_grad_(False)
     optimizer = torch.optim.SGD([half, later], lr=1.0)
-    keeper = MasterKeeper(optimizer, True)
-    assert [p.dtype for p in keeper.master_params()] == [FP32, BF16]
+    table, _ = table_of(optimizer, True)
+    assert [p.dtype for p in master_params(table)] == [FP32, BF16]
     later.requires_grad_(True)
-    assert [p.dtype for p in keeper.master_params()] == [FP32, FP32]
+    assert [p.dtype for p in master_params(table)] == [FP32, FP32]
 
 
 @pytest.mark.parametrize("masters", [True, False])
 def test_a_closure_sees_the_parameters_in_their_places(masters: bool) -> None:
     half = params(BF16)[0]
     optimizer = torch.optim.SGD([half], lr=1.0)
-    keeper = MasterKeeper(optimizer, masters)
+    _, outside = table_of(optimizer, masters)
     set_grads([half], [torch.ones(2, dtype=FP32 if masters else BF16)])
 
     def place() -> torch.Tensor:
         found: torch.Tensor = optimizer.param_groups[0]["params"][0]
         return found
 
-    with keeper.in_place():
+    with in_place(outside):
         master = place()
         assert (master is half) is not masters
         with torch.no_grad():
             master.fill_(1.0 + 2.0**-12)
-        with keeper.out_of_place():
+        with out_of_place(outside):
             assert place() is half
             assert half.tolist() == [1.0, 1.0], "the parameter has been rounded from its master"
             half.grad = torch.full((2,), 4.0).to(half.grad.dtype)  # type: ignore[union-attr]
@@ -124,8 +125,8 @@ def test_a_closure_sees_the_parameters_in_their_places(masters: bool) -> None:
     assert place() is half
 
 
-def look_inside(keeper: MasterKeeper, optimizer: torch.optim.Optimizer) -> float:
-    with keeper.in_place():
+def look_inside(outside: PlainMasters | None, optimizer: torch.optim.Optimizer) -> float:
+    with in_place(outside):
         inside, single = optimizer.param_groups[0]["params"]
         assert (inside.dtype, inside.grad.dtype, type(single)) == (FP32, FP32, nn.Parameter)
         return 1 / 0
@@ -150,9 +151,9 @@ def test_masters_are_loaded_from_values_of_any_dtype(saved: torch.dtype, fused: 
 def test_when_masters_are_gone_gradients_have_the_parameters_dtype(own: bool) -> None:
     half, _ = params(BF16)
     optimizer = MasteringOptimizer([half], lr=1.0)
-    keeper = MasterKeeper(optimizer, True, own=own)
+    window = attach(optimizer, masters=True, own=own).window
     assert half.grad_dtype is FP32
-    del keeper, optimizer
+    del window, optimizer
     gc.collect()
     assert half.grad_dtype is BF16
 
@@ -183,22 +184,22 @@ def sharded() -> Iterator[nn.Parameter]:
 @needs_grad_dtype
 def test_the_master_of_a_sharded_weight_is_sharded_as_it_is(sharded: nn.Parameter) -> None:
     optimizer = optimizers.FusedAdam([sharded], lr=1.0, master_weights=True)
-    keeper = MasterKeeper(optimizer, True)
-    master: Any = keeper.view(sharded)
+    table_of(optimizer, True)
+    master: Any = held_master(sharded)
     assert (master.dtype, master.placements) == (torch.float32, sharded.placements)  # type: ignore[attr-defined]
     with torch.no_grad():
         local(master).fill_(1.0 + 2**-12)  # which bfloat16 does not have
-    assert local(keeper.view(sharded)).tolist() == [1.0 + 2**-12] * 2
+    assert local(held_master(sharded)).tolist() == [1.0 + 2**-12] * 2
     assert local(sharded.detach()).tolist() == [1.0] * 2
 
 
 @needs_grad_dtype
 def test_the_master_of_a_sharded_weight_has_its_gradient(sharded: nn.Parameter) -> None:
     optimizer = optimizers.FusedAdam([sharded], lr=1.0, master_weights=True)
-    keeper = MasterKeeper(optimizer, True)
-    assert keeper.view(sharded).grad is None
+    table_of(optimizer, True)
+    assert held_master(sharded).grad is None
     sharded.grad = torch.ones_like(sharded)
-    grad: Any = keeper.view(sharded).grad
+    grad: Any = held_master(sharded).grad
     assert (grad.dtype, grad.placements) == (FP32, sharded.placements)  # type: ignore[attr-defined]
     assert local(grad).tolist() == [1.0, 1.0]
 
@@ -218,13 +219,14 @@ def test_the_form_of_a_sharded_master_changes_as_that_of_a_whole_one(sharded: nn
 
 def test_a_plain_master_of_a_sharded_weight_takes_what_is_written_to_it(sharded: nn.Parameter) -> None:
     optimizer = torch.optim.SGD([sharded], lr=1.0)
-    keeper = MasterKeeper(optimizer, True)
+    table, _ = table_of(optimizer, True)
     for value in (float("nan"), 1.0):
         local(sharded.detach()).fill_(value)
         master = held_masters.master_of(sharded)
         assert master is not None
         torch.testing.assert_close(local(master), torch.full((2,), value), equal_nan=True)
-    assert keeper.view(sharded).dtype is FP32
+    assert held_master(sharded).dtype is FP32
+    assert table.has_master(sharded)
 
 
 @pytest.mark.parametrize("wrote", ["weight", "master"])
