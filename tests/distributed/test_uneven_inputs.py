@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_accumulation_across_processes import OPTIMIZERS, WRAPPERS, data, micro_step, net
+from tests.distributed.test_torch_algorithms import of_distributed
 from tests.support.processes import Ranks
 from tests.support.worlds import assert_equal, start_amp, step_and_clear, with_optimizer
 
@@ -123,6 +125,24 @@ def test_all_ranks_have_the_masters_of_one_that_was_active_to_the_end(
         assert not torch.equal(b, b.bfloat16().float())
     assert all(torch.equal(saved[name], value) for name, value in expected.items())
     assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+
+
+def sharded_state(rank: int) -> list[torch.Tensor]:
+    """The weights after ``join`` with an optimizer that gives each rank the masters of its own parameters only."""
+    make = partial(of_distributed("ZeroRedundancyOptimizer"), optimizer_class=torch.optim.SGD)
+    model, optim = start_amp(net(), make, "O2", dtype=torch.bfloat16)
+    ddp: Any = DistributedDataParallel(model)
+    with warnings.catch_warnings(), Join([ddp, optim]):
+        for i in range(2 + 2 * rank):
+            micro_step(ddp, optim, "s", data(rank, i, 0))
+            step_and_clear(optim)
+    amp.deactivate()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_ranks_with_their_own_masters_end_with_equal_weights(ranks: Ranks) -> None:
+    first, second = ranks.run(sharded_state)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def over(rank: int) -> list[Any]:

@@ -19,7 +19,7 @@ from halfstep.kernels.storage import SPLIT, Storage, plain
 from halfstep.parameters import held_masters
 from halfstep.parameters.ledger import set_grads
 from halfstep.parameters.master_registry import keeper_of
-from halfstep.parameters.masters import held_master, in_place, master_params, out_of_place, table_of, unsaved
+from halfstep.parameters.masters import held_master, in_place, out_of_place, table_of, unsaved
 from halfstep.parameters.outside_writes import StepWrites
 from halfstep.parameters.plain import Plain, PlainMasters
 from halfstep.parameters.split import adapt, master_value
@@ -30,16 +30,6 @@ from tests.support.worlds import BF16, FP32, scaled_step, start_amp
 needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 
 
-class MasteringOptimizer(optimizers.FusedSGD):
-    """Keeps masters itself."""
-
-    asked: Any = None
-
-    def keep_masters(self, started: Any = None) -> None:
-        self.asked = started
-        super().keep_masters(started)
-
-
 def params(dtype: torch.dtype) -> tuple[nn.Parameter, nn.Parameter]:
     return nn.Parameter(torch.zeros(2, dtype=dtype)), nn.Parameter(torch.zeros(2, dtype=dtype))
 
@@ -48,18 +38,17 @@ def params(dtype: torch.dtype) -> tuple[nn.Parameter, nn.Parameter]:
 @pytest.mark.parametrize("own", [True, False])
 def test_masters_are_kept_by_the_optimizer_if_it_can_and_may(own: bool) -> None:
     half, _ = params(BF16)
-    originals = {id(half): torch.full((2,), 1.0)}
-    optimizer = MasteringOptimizer([half], lr=1.0)
-    table, outside = table_of(optimizer, True, originals, own=own)
-    assert table.has_masters
-    assert (optimizer.asked is originals, outside is None) == (own, own)
+    optimizer = optimizers.FusedSGD([half], lr=1.0)
+    table, outside = table_of(optimizer, True, {id(half): torch.full((2,), 2.0**-140)}, own=own)
+    assert (table.has_masters, outside is None) == (True, own)
+    assert held_masters.master_of(half).tolist() == [2.0**-140] * 2  # type: ignore[union-attr]
 
 
 def test_masters_elsewhere_are_not_made_here() -> None:
     half, single = *params(BF16)[:1], params(FP32)[0]
-    optimizer = MasteringOptimizer([half, single], lr=1.0)
+    optimizer = optimizers.FusedSGD([half, single], lr=1.0)
     table, outside = table_of(optimizer, "elsewhere")
-    assert (table.has_masters, outside, optimizer.asked) == (True, None, None)
+    assert (table.has_masters, outside) == (True, None)
     assert (table.has_master(half), table.has_master(single)) == (True, False)
     half.requires_grad_(False)
     assert not table.has_master(half)
@@ -87,16 +76,6 @@ def test_plain_masters_are_seen_written_and_in_place_for_a_while() -> None:
         look_inside(outside, optimizer)
     assert optimizer.param_groups[0]["params"][0] is half
     assert (keeper_of(half), keeper_of(single)) == (table, None)
-
-
-def test_a_parameter_that_is_trained_later_has_a_master_when_it_is_asked_for() -> None:
-    half, later = params(BF16)
-    later.requires_grad_(False)
-    optimizer = torch.optim.SGD([half, later], lr=1.0)
-    table, _ = table_of(optimizer, True)
-    assert [p.dtype for p in master_params(table)] == [FP32, BF16]
-    later.requires_grad_(True)
-    assert [p.dtype for p in master_params(table)] == [FP32, FP32]
 
 
 @pytest.mark.parametrize("masters", [True, False])
@@ -150,7 +129,7 @@ def test_masters_are_loaded_from_values_of_any_dtype(saved: torch.dtype, fused: 
 @pytest.mark.parametrize("own", [True, False])
 def test_when_masters_are_gone_gradients_have_the_parameters_dtype(own: bool) -> None:
     half, _ = params(BF16)
-    optimizer = MasteringOptimizer([half], lr=1.0)
+    optimizer = optimizers.FusedSGD([half], lr=1.0)
     window = attach(optimizer, masters=True, own=own).window
     assert half.grad_dtype is FP32
     del window, optimizer
@@ -182,7 +161,7 @@ def sharded() -> Iterator[nn.Parameter]:
 
 
 @needs_grad_dtype
-def test_the_master_of_a_sharded_weight_is_sharded_as_it_is(sharded: nn.Parameter) -> None:
+def test_the_master_and_the_gradient_of_a_sharded_weight_are_sharded_as_it_is(sharded: nn.Parameter) -> None:
     optimizer = optimizers.FusedAdam([sharded], lr=1.0, master_weights=True)
     table_of(optimizer, True)
     master: Any = held_master(sharded)
@@ -191,17 +170,10 @@ def test_the_master_of_a_sharded_weight_is_sharded_as_it_is(sharded: nn.Paramete
         local(master).fill_(1.0 + 2**-12)  # which bfloat16 does not have
     assert local(held_master(sharded)).tolist() == [1.0 + 2**-12] * 2
     assert local(sharded.detach()).tolist() == [1.0] * 2
-
-
-@needs_grad_dtype
-def test_the_master_of_a_sharded_weight_has_its_gradient(sharded: nn.Parameter) -> None:
-    optimizer = optimizers.FusedAdam([sharded], lr=1.0, master_weights=True)
-    table_of(optimizer, True)
-    assert held_master(sharded).grad is None
+    assert master.grad is None
     sharded.grad = torch.ones_like(sharded)
     grad: Any = held_master(sharded).grad
-    assert (grad.dtype, grad.placements) == (FP32, sharded.placements)  # type: ignore[attr-defined]
-    assert local(grad).tolist() == [1.0, 1.0]
+    assert (grad.dtype, grad.placements, local(grad).tolist()) == (FP32, sharded.placements, [1.0, 1.0])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("storage", [SPLIT, plain(BF16)], ids=lambda storage: storage.kind)
@@ -238,3 +210,13 @@ def test_writes_of_a_step_to_sharded_weights(wrote: str, sharded: nn.Parameter) 
     local((sharded if wrote == "weight" else master).detach()).fill_(1.0)
     writes.end()
     assert local(master.detach()).tolist() == [1.0, 1.0]
+
+
+def test_an_added_group_leaves_saved_masters_to_the_state_dict_of_the_model() -> None:
+    model, extra = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
+    model, optimizer = start_amp(model, torch.optim.SGD, "O2", dtype=BF16, fused=False, lr=0.1)
+    assert model.state_dict()["weight"].dtype is FP32
+    optimizer.add_param_group({"params": list(extra.parameters())})
+    saved = optimizer.state_dict()
+    added = saved["param_groups"][1]["params"]
+    assert sorted(key for key, state in saved["state"].items() if "master" in state) == added

@@ -87,7 +87,6 @@ class Methods:
 
     def _lazy_init_maybe_master_weights(self) -> None:
         """Give masters to parameters that user code put into a group directly; earlier parameters have masters."""
-        self._attached.window.table.refresh()
         self._attached.window.gradients.expect()
 
     _amp_lazy_init = _lazy_init_maybe_master_weights

@@ -190,7 +190,7 @@ class Gradients:
         """
         if not HAS_GRAD_DTYPE or not self.table.has_masters:
             return
-        for slot in self.table.slots if slots is None else slots:
+        for slot in self.table.refresh() if slots is None else slots:
             param = slot.param
             if param.grad is None:
                 dtype = None if scaled or (block and slot.narrow) else torch.float32
@@ -397,7 +397,7 @@ class Gradients:
             if slot.fp32 and slot.reduced and grad is not None and grad.dtype is not slot.param.dtype:
                 # A wrapper requires gradients of the parameter's dtype, even if they are zero.
                 set_grads([slot.param], [torch.zeros_like(slot.param)])
-        self.expect()
+        self.expect(slots)
         if not (self._rows or self.table.reduces):
             self._ready_for = self.table.generation
 

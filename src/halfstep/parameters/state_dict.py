@@ -63,7 +63,6 @@ def _patch(module: Any) -> None:
         attached = getattr(optimizer, "_amp_stash", None)
         if attached is None:
             return own(optimizer, *args, **kwargs)
-        attached.window.params()
         attached.window.gradients.expect(scaled=True)
         result = own(optimizer, *args, **kwargs)
         attached.window.gradients.expect()
