@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from benchmarks import emulation, gpu_check, harness, walks
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.harness import Contender, interleave
+from tests.support.python import python
 
 CPU = torch.device("cpu")
 
@@ -219,7 +219,7 @@ def test_runs_without_click_and_rich() -> None:
         "import sys; sys.modules.update(click=None, rich=None); from benchmarks.__main__ import main;"
         "main(['simplenet', '--device', 'cpu', '--width', '8', '--batch', '8', '--steps', '1'])"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    python("-c", code).check_returncode()
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -7,8 +7,6 @@ import functools
 import gc
 import inspect
 import pickle
-import subprocess
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.optimizers import can_fuse, fuse, unfuse
 from tests.support.backends import skip_without_compiler
+from tests.support.python import python
 from tests.support.worlds import BF16, FP16, FP32, close, read_back
 
 OURS = {
@@ -305,9 +304,7 @@ def test_hooks_run_once_where_torch_has_made_no_optimizer_of_the_class(tmp_path:
                 p.grad = p.detach().clone()
             optim.step()
     """
-    run = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "optimizer")], capture_output=True, text=True, check=True
-    )
+    run = python("-c", program, str(tmp_path / "optimizer"))
     assert run.stdout.split() == ["halfstep.optimizers.fuse", "torch.optim.adamw", "halfstep.optimizers.fuse"]
 
 

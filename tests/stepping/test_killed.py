@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.python import python
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -16,10 +19,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_at_random_moments(ranks: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.killed", str(ranks), "30", "0", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=250, check=False
-    )
+    done = python("-m", "tests.support.killed", str(ranks), "30", "0", str(tmp_path), cwd=ROOT, timeout=250.0)
     assert done.returncode == 0, done.stderr
     kills, loaded = done.stdout.split(" kills, ")[0], int(done.stdout.split(" kills, ")[1].split()[0])
     assert kills == "30"
@@ -27,9 +27,6 @@ def test_killed_at_random_moments(ranks: int, tmp_path: Path) -> None:
 
 
 def test_where_one_rank_dies_the_others_end_with_an_error(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.dying", "6", "0", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=250, check=False
-    )
+    done = python("-m", "tests.support.dying", "6", "0", str(tmp_path), cwd=ROOT, timeout=250.0)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("6 deaths")

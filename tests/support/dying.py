@@ -46,8 +46,8 @@ def run(rank: int, plan: Plan, dies: tuple[int, int, int], meeting: str) -> None
     train(rank, plan, dies)
 
 
-def endings(plan: Plan, dies: tuple[int, int, int], meeting: str) -> list[int]:
-    """How each rank ended: 9 where it died, 3 after an error, 0 at its end; -1 where it had to be killed."""
+def begin(plan: Plan, dies: tuple[int, int, int], meeting: str) -> list[int]:
+    """Start the ranks of a plan, and return their ids."""
     started = []
     for rank in range(plan.world):
         child = os.fork()
@@ -60,11 +60,11 @@ def endings(plan: Plan, dies: tuple[int, int, int], meeting: str) -> list[int]:
             finally:
                 os._exit(code)
         started.append(child)
-    return wait_for(started)
+    return started
 
 
-def wait_for(children: Sequence[int]) -> list[int]:
-    """The exit codes."""
+def endings(children: Sequence[int]) -> list[int]:
+    """How each rank ended: 9 where it died, 3 after an error, 0 at its end; -1 where it had to be killed."""
     end, codes = time.monotonic() + LIMIT, dict.fromkeys(children, -1)
     while -1 in codes.values() and time.monotonic() < end:
         for child in [child for child, code in codes.items() if code == -1]:
@@ -79,14 +79,16 @@ def wait_for(children: Sequence[int]) -> list[int]:
 
 
 def main(cases: int, seed: int, directory: Path) -> None:
-    """Try so many plans."""
+    """Try so many plans at once: what survives a death only waits."""
     torch.set_num_threads(1)
-    chance = random.Random(seed)
+    chance, cases_begun = random.Random(seed), []
     for case in range(cases):
         plan = plan_of(chance)
         window = chance.randrange(2)  # there is a window after it, so that nobody can miss it
         dies = (window, chance.randrange(len(plan.windows[window])), chance.randrange(plan.world))
-        found = endings(plan, dies, str(directory / f"meeting{case}"))
+        cases_begun.append((plan, dies, begin(plan, dies, str(directory / f"meeting{case}"))))
+    for plan, dies, started in cases_begun:
+        found = endings(started)
         expected = [9 if rank == dies[2] else 3 for rank in range(plan.world)]
         assert found == expected, (found, plan, dies)
     sys.stdout.write(f"{cases} deaths, an error on every other rank\n")

@@ -33,6 +33,7 @@ _LIMIT = 150.0  # a busy machine takes a minute to import torch
 
 _PRELOADED = [
     "pytest",
+    "torch._dynamo",  # which the first optimizer imports
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",

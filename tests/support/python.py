@@ -1,5 +1,7 @@
 """Python processes that do not import torch anew, which takes two seconds: they are forked from one that has done so.
 
+Nor do they import Dynamo, which the first optimizer of torch imports, and which takes three seconds more.
+
 ``python("-m", "halfstep", "run", "train.py")`` is ``subprocess.run([sys.executable, "-m", ...], capture_output=True)``.
 What a process does before torch is there, such as the options of Python itself and ``sitecustomize``, needs a real one.
 """
@@ -81,7 +83,8 @@ def _server() -> Any:
     ours, theirs = socket.socketpair()
     compiled = tempfile.TemporaryDirectory(prefix="halfstep-compiled-")
     command = [sys.executable, __file__, str(theirs.fileno()), compiled.name]
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # Dynamo imports Triton
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env)
     theirs.close()
     connection = ours.makefile("rw")
     ours.close()
@@ -150,7 +153,7 @@ def _become(job: dict[str, Any], compiled: str) -> None:
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401 - what this is for
+    import torch._dynamo  # noqa: F401 - what this is for
 
     gc.freeze()  # so that a process does not copy the memory of all of this when it ends
     with socket.socket(fileno=int(sys.argv[1])) as _given:
