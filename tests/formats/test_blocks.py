@@ -375,6 +375,7 @@ def formats_to_compare(format: Format, dtype: torch.dtype) -> list[Format]:
 
 
 @needs_compiler
+@pytest.mark.costly
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "format", [*FORMATS.values(), Format("e2m1", "16x16", "e4m3"), Format("float8_e4m3fn", "row")], ids=str

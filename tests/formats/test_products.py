@@ -667,7 +667,7 @@ def test_the_gradients_of_broadcast_matrices() -> None:
 @pytest.mark.exhaustive
 def test_the_example_trains_in_each_precision(tmp_path: Path) -> None:
     main = runpy.run_path(str(Path(__file__).parents[2] / "examples/low_bit_language_model/main.py"))["main"]
-    small = ["--steps", "40", "--width", "64", "--time", "32", "--bf16-from", "30", "--device", "cpu"]
+    small = ["--steps", "12", "--width", "64", "--time", "32", "--bf16-from", "9", "--device", "cpu"]
     losses = main([*small, "--recipe", "all", "--picture", str(tmp_path / "losses.svg")])
     assert list(losses) == ["fp32", "bf16", *RECIPES]
     assert all(abs(loss / losses["fp32"] - 1) < 0.03 for loss in losses.values())

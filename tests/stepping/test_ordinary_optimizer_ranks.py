@@ -229,6 +229,7 @@ def test_a_model_that_comes_in_16_bits_is_taken(
 # ---- row 18: a whole step compiled
 
 
+@pytest.mark.costly
 @pytest.mark.exhaustive
 @in_both_halves
 @with_both_masters

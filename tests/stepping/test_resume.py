@@ -1,101 +1,25 @@
-"""A run that is killed and started again by torchrun goes on bit for bit, wherever it was killed."""
+"""A run that is started again goes on bit for bit; ``test_killed.py`` has kills at random moments."""
 
 from __future__ import annotations
 
-import os
 import runpy
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from halfstep import amp
 from halfstep.core.files import save_whole
 from halfstep.parallel import save_checkpoint
 from tests.support.worlds import advance, assert_equal
 
-pytestmark = pytest.mark.exhaustive  # each test starts torchrun, several times
+pytestmark = pytest.mark.exhaustive
 
 TRAIN = Path(__file__).resolve().parents[2] / "examples/distributed/train.py"
-SMALL = ["--device", "cpu", "--steps", "8", "--save-every", "2", "--width", "16", "--length", "16", "--batch-size", "4"]
+SMALL = ["--device", "cpu", "--save-every", "2", "--width", "16", "--length", "16", "--batch-size", "4"]
 SMALL += ["--characters", "20000", "--layers", "1", "--dtype", "float16"]
-
-# Runs the example and kills one process of it, in another place each time: rank 0 while it writes, rank 0 just before
-# it renames, rank 1 between two checkpoints. Then it lets it run.
-KILLER = """
-import os, runpy, signal, sys
-from pathlib import Path
-import torch
-import halfstep.core.files as files
-from halfstep import amp
-
-rank = int(os.environ["RANK"])
-kills = Path(os.environ["KILLS"])
-place = len(list(kills.iterdir()))
-passes = 0
-
-def kill():
-    (kills / str(place)).touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def saving(state, file, own=torch.save):
-    if place == 0 and state["step"] == 4:
-        file.write(b"half a checkpoint")
-        file.flush()
-        kill()
-    own(state, file)
-
-def replacing(a, b, own=os.replace):
-    if place == 1:
-        kill()
-    own(a, b)
-
-def scaling(*args, own=amp.scale_loss, **kwargs):
-    global passes
-    passes += 1
-    if place == 2 and passes == 6:
-        kill()
-    return own(*args, **kwargs)
-
-if rank == 0:
-    files.torch.save, files.os.replace = saving, replacing
-else:
-    amp.scale_loss = scaling
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def torchrun(arguments: list[str], **environment: str) -> str:
-    """What it printed. Whatever it started is gone when this returns."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *arguments],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-    return output
-
-
-def train_to_the_end(script: list[str], checkpoint: Path, **environment: str) -> list[str]:
-    """Start it until the checkpoint is the last one: gloo's processes sometimes fail or hang by themselves."""
-    outputs = []
-    for _ in range(8):
-        outputs.append(torchrun([*script, *SMALL, "--checkpoint", str(checkpoint)], **environment))
-        if checkpoint.exists() and torch.load(checkpoint, weights_only=True)["step"] == 8:
-            return outputs
-    raise AssertionError("\n".join(outputs))
 
 
 def assert_same(a: Any, b: Any, where: str = "") -> None:
@@ -112,18 +36,25 @@ def assert_same(a: Any, b: Any, where: str = "") -> None:
         assert a == b, where
 
 
-@pytest.mark.timeout(900)  # it starts five pairs of processes
-def test_killed_three_times_and_resumed(tmp_path: Path) -> None:
-    killer, kills = tmp_path / "killer.py", tmp_path / "kills"
-    killer.write_text(KILLER)
-    kills.mkdir()
-    train_to_the_end([str(TRAIN)], tmp_path / "whole.pt")
-    outputs = train_to_the_end([str(killer), str(TRAIN)], tmp_path / "killed.pt", KILLS=str(kills))
-    assert len(list(kills.iterdir())) == 3, outputs
-    # Killed while the checkpoint of step 4 was written, then before it was in place: that of step 2 was still there.
-    assert sum("resumed at step 2" in output for output in outputs) >= 2, outputs
-    expected, found = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "killed.pt"))
-    assert_same(found, expected)
+def test_the_example_goes_on_from_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main, found = runpy.run_path(str(TRAIN))["main"], []
+    for name, starts in {"whole.pt": [8], "resumed.pt": [4, 8]}.items():
+        for steps in starts:
+            main([*SMALL, "--steps", str(steps), "--checkpoint", str(tmp_path / name)])
+        found.append(torch.load(tmp_path / name, weights_only=True))
+    assert capsys.readouterr().out.count("resumed at step 4") == 1
+    assert_same(*found)
+
+
+def test_processes_of_the_example_meet_at_a_file_of_their_own_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    example = runpy.run_path(str(TRAIN))
+    example["join"](example["parse"]([*SMALL, "--checkpoint", str(tmp_path / "c.pt")]), 1, 0)
+    assert (tmp_path / "c.pt.job-2").exists()
+    dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
