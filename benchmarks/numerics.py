@@ -22,7 +22,6 @@ MONITORS: dict[str, dict[str, Any]] = {
     "Monitor, every step, outputs": {"every": 1, "tensors": ("output",)},
     "Monitor, every step, outputs and their gradients": {"every": 1, "tensors": ("output", "output_grad")},
     "Monitor, every 100th step": {"every": 100},
-    "Monitor, gradients of all steps": {"every": 1_000_000, "tensors": ("grad",)},
 }
 
 

@@ -95,62 +95,6 @@ def test_what_is_not_finite_is_found_where_it_is_looked_for(bad: float, row: int
     assert found == 1, "what was found before stays found"
 
 
-def _survey(x: Any, y: Any) -> dict[str, Any]:
-    return {"x": x, "difference": x - y}
-
-
-SURVEY = ElementwiseKernel("survey", _survey, squares=("difference",), statistics=("x", "difference"), checks=("x",))
-
-
-def surveyed(x: list[torch.Tensor], y: list[torch.Tensor]) -> torch.Tensor:
-    """The results of ``SURVEY`` by torch, in float64."""
-    pairs = [(p.double().flatten(), (p.double() - q.double()).flatten()) for p, q in zip(x, y, strict=True)]
-    lines = [[d.square().sum() for _, d in pairs]]
-    for which in (0, 1):
-        lines.append([(pair[which] == 0).sum() for pair in pairs])
-    for which in (0, 1):
-        magnitudes = [pair[which].abs() for pair in pairs]
-        lines.append([m[~m.isnan()].max() if (~m.isnan()).any() else torch.zeros(()) for m in magnitudes])
-    return torch.stack([torch.stack([number.double() for number in line]) for line in lines])
-
-
-@pytest.mark.parametrize("dtype", [FP32, FP64, BF16, FP16], ids=str)
-def test_zeros_are_counted_and_the_largest_magnitude_found(dtype: torch.dtype) -> None:
-    x, y = some(0, dtype), some(1, dtype)
-    x[0][0] = 0.0
-    x[0][1] = -0.0
-    y[3][:7] = x[3][:7]
-    x[3][69_999] = -300.0
-    found = zero()
-    results = launch(TensorTable.of(x=x, y=y), SURVEY, {}, found=found)
-    torch.testing.assert_close(results, surveyed(x, y), rtol=1e-5, atol=0.0)
-    assert found == 0
-    again = launch(TensorTable.of(x=x, y=y), SURVEY, {}, skip=torch.tensor(1.0))
-    assert not again.any(), "a skipped pass finds nothing"
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_inf_is_the_largest_magnitude_and_nan_is_none(bad: float) -> None:
-    x, y, found = some(0), some(1), zero()
-    x[3][40_000] = bad
-    results = launch(TensorTable.of(x=x, y=y), SURVEY, {}, found=found)
-    assert torch.equal(results[1:3].long(), surveyed(x, y)[1:3].long())
-    torch.testing.assert_close(results[3], surveyed(x, y)[3])
-    assert math.isinf(results[3, 3]) == math.isinf(bad)
-    assert found == 1
-
-
-@INTERPRETED
-def test_triton_finds_the_same(on: str) -> None:
-    x, y, results = some(0)[:3], some(1)[:3], []
-    x[0][0] = 0.0
-    for name in (on, "triton"):
-        with kernels.backend(name):
-            results.append(launch(TensorTable.of(x=x, y=y), SURVEY, {}))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=0.0)
-    assert torch.equal(results[1][1:], results[0][1:])
-
-
 @pytest.mark.parametrize("skip", [0.0, 1.0])
 def test_a_skipped_pass_writes_nothing_and_sums_nothing(skip: float) -> None:
     x, out = some(0), some(2)

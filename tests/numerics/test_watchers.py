@@ -93,7 +93,7 @@ def hooks_left(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
     tables += [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
     tables += [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
     tables += [table for m in model.modules() for table in (m._forward_pre_hooks, m._forward_hooks)]
-    return [*map(len, tables), len(observers), len(getattr(optimizer, "on_gradients", ())), dispatch_mode_count()]
+    return [*map(len, tables), len(observers), dispatch_mode_count()]
 
 
 def trained(level: str | None, kind: str) -> tuple[nn.Module, Any]:

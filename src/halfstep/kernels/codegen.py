@@ -47,9 +47,9 @@ class GeneratedLauncher(Launcher):
     """
 
     def __init__(self, kernel: ElementwiseKernel, layout: Layout, table: TensorTable, chunk: int) -> None:
-        self._rows, self._finds = len(table), kernel.results > 0
+        self._rows, self._finds = len(table), len(kernel.squares) > 0
         self._pointers = pointers = table.pointers(chunk)
         self._scalars = ScalarTable(layout.scalars, len(table), table.compute_dtype, table.device)
-        self._partial = torch.zeros(kernel.results, pointers.chunks, dtype=torch.float64, device=table.device)
-        self._results = torch.zeros(kernel.results, len(table), dtype=torch.float64, device=table.device)
+        self._partial = torch.zeros(len(kernel.squares), pointers.chunks, dtype=torch.float64, device=table.device)
+        self._results = torch.zeros(len(kernel.squares), len(table), dtype=torch.float64, device=table.device)
         self._written = [part for name in trace(kernel).stores for part in table.slots[name]]

@@ -47,10 +47,9 @@ class ElementwiseKernel:
         name: the name in messages and file names.
         fn: ``fn(column, ..., *, scalar, ...) -> {output: value}``. Positional parameters are columns of tensors,
             keyword-only ones are numbers, one for each row. An output named as a column is stored there, after the
-            whole row was read, unless ``squares``, ``statistics`` or ``checks`` names it.
+            whole row was read, unless ``squares`` or ``checks`` names it.
         squares: outputs that are not stored; the sum of their squares over each row is returned.
         checks: outputs that are checked for inf and NaN.
-        statistics: outputs of which each row's number of zeros and largest magnitude, ignoring NaN, are returned.
         by_torch: the same update as a fused torch call, for the ``torch`` backend; None if there is none. Columns that
             the kernel does not store are copies, which the call may overwrite. The column ``grad`` is already
             multiplied by the number ``factor``.
@@ -60,29 +59,17 @@ class ElementwiseKernel:
     fn: Function
     squares: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
-    statistics: tuple[str, ...] = ()
     by_torch: ByTorch | None = None
-
-    @property
-    def sums(self) -> int:
-        """The number of result lines that are sums: sums of squares, then numbers of zeros."""
-        return len(self.squares) + len(self.statistics)
-
-    @property
-    def results(self) -> int:
-        """The number of result lines: the sums, then the largest magnitudes."""
-        return self.sums + len(self.statistics)
 
 
 def elementwise_kernel(
     *,
     squares: tuple[str, ...] = (),
     checks: tuple[str, ...] = (),
-    statistics: tuple[str, ...] = (),
     by_torch: ByTorch | None = None,
 ) -> Callable[[Function], ElementwiseKernel]:
     """Make a function an ``ElementwiseKernel`` with the function's name (a decorator)."""
-    return lambda fn: ElementwiseKernel(fn.__name__, fn, squares, checks, statistics, by_torch)
+    return lambda fn: ElementwiseKernel(fn.__name__, fn, squares, checks, by_torch)
 
 
 @dataclass(frozen=True)
@@ -105,7 +92,6 @@ class Trace:
         stores: column -> position of the value written to it.
         squares: positions of the values whose squares are summed.
         checks: positions of the values that must be finite.
-        statistics: positions of the values whose zeros are counted and whose largest magnitude is found.
     """
 
     columns: tuple[str, ...]
@@ -115,7 +101,6 @@ class Trace:
     stores: Mapping[str, int]
     squares: tuple[int, ...]
     checks: tuple[int, ...]
-    statistics: tuple[int, ...]
 
 
 class Expression:
@@ -177,7 +162,7 @@ def trace(kernel: ElementwiseKernel) -> Trace:
     loads = {name: Symbol(nodes, Node("load", (name,))) for name in columns}
     numbers = {name: Symbol(nodes, Node("scalar", (name,))) for name in scalars}
     outputs = kernel.fn(*loads.values(), **numbers)
-    special = {*kernel.squares, *kernel.checks, *kernel.statistics}
+    special = {*kernel.squares, *kernel.checks}
     stores = {name: value.index for name, value in outputs.items() if name not in special}
     ordered = tuple(nodes)
     used = {*stores.values(), *(outputs[name].index for name in special)}
@@ -190,5 +175,4 @@ def trace(kernel: ElementwiseKernel) -> Trace:
         stores,
         tuple(outputs[name].index for name in kernel.squares),
         tuple(outputs[name].index for name in kernel.checks),
-        tuple(outputs[name].index for name in kernel.statistics),
     )

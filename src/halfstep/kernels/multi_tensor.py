@@ -298,19 +298,19 @@ def run(
         **columns: a list of tensors per column of the kernel; all lists have one element per row.
 
     Returns:
-        The results of the kernel (see ``Launcher``), of shape [kernel.results, rows], on the first tensor's device and
-        in the ``scalar_dtype`` of this device.
+        The sums of squares that the kernel names (see ``Launcher``), on the first tensor's device and in the
+        ``scalar_dtype`` of this device.
     """
     first, *_ = columns.values()
     device = first[0].device if first else torch.device("cpu")
     dtype = scalar_dtype(device)
-    results = torch.zeros(kernel.results, len(first), dtype=dtype, device=device)
+    results = torch.zeros(len(kernel.squares), len(first), dtype=dtype, device=device)
     for rows in group_rows(*columns.values()):
         table = TensorTable.of(**{name: [tensors[i] for i in rows] for name, tensors in columns.items()})
         found = None if found_inf is None else torch.zeros((), dtype=torch.float32, device=table.device)
         numbers = {name: _rows_of(value, rows, len(first)) for name, value in scalars.items()}
         here = launch(table, kernel, numbers, skip=skip, found=found)
-        if kernel.results:
+        if kernel.squares:
             results[:, rows] = here.to(results.device, non_blocking=True)
         for name in trace(kernel).stores:  # kernels write behind autograd's back
             increment_version(table.columns[name][1][0])

@@ -68,8 +68,7 @@ class Launcher(Protocol):
             found: 0-dim float32 tensor on the table's device, set to 1.0 if a checked value is inf or NaN.
 
         Returns:
-            A float64 tensor of shape [kernel.results, rows]: the sums of squares, the counts of zeros and the largest
-            magnitudes that the kernel names.
+            A float64 tensor of shape [len(kernel.squares), rows]: the sums of squares that the kernel names.
         """
 
 

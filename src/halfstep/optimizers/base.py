@@ -76,11 +76,6 @@ def bias_corrections(betas: Iterable[float], t: float | torch.Tensor) -> list[An
     return [-torch.expm1(t * math.log(beta)) if 0.0 < beta < 1.0 else 1.0 - beta**t for beta in betas]
 
 
-OnGradients = Callable[[Sequence[ParamRows], Number], None]
-"""A callback that gets all rows of a step, after their ``survey()``, and the factor that unscales their gradients.
-Clipping and the overflow check share the read."""
-
-
 class FusedOptimizer(FusedState):
     """A ``torch.optim.Optimizer`` that steps all its parameters in a few passes.
 
@@ -88,7 +83,7 @@ class FusedOptimizer(FusedState):
     divides the gradients by ``grad_scale``, and changes nothing unless ``found_inf`` is 0; both happen on the device.
 
     Attributes:
-        options, set_grad_none, grad_norm, release, on_gradients: see ``FusedData``.
+        options, set_grad_none, grad_norm, release: see ``FusedData``.
     """
 
     _step_supports_amp_scaling = True
@@ -289,9 +284,9 @@ class FusedOptimizer(FusedState):
         if grad_scale is not None:
             inverse = in_scalar_dtype(grad_scale.to(device, non_blocking=True)).reshape(()).reciprocal()
         limit = self._fused.options.max_grad_norm
-        if limit is None and scaler is None and not self._fused.on_gradients:
+        if limit is None and scaler is None:
             return inverse, skip
-        factor, skip = self._read_gradients(all_rows, inverse, skip, check=scaler is not None)
+        factor, skip = self._read_gradients(all_rows, inverse, skip)
         if limit is not None and given is not None:
             given.copy_(skip)
         if scales:
@@ -299,28 +294,22 @@ class FusedOptimizer(FusedState):
         return factor, skip
 
     def _read_gradients(
-        self, all_rows: list[ParamRows], inverse: Number, skip: torch.Tensor | None, *, check: bool
+        self, all_rows: list[ParamRows], inverse: Number, skip: torch.Tensor | None
     ) -> tuple[Number, torch.Tensor | None]:
-        """Read all gradients once, for the clipping norm, the overflow check and the ``on_gradients`` callbacks.
+        """Read all gradients once, for the clipping norm and the overflow check.
 
         Args:
             all_rows: the rows of the step.
             inverse: the factor that unscales the gradients before they are clipped.
             skip: the given skip flag, or None.
-            check: True to look for inf and NaN even if nothing else needs the read.
         """
-        device, limit, watched = all_rows[0].device, self.options.max_grad_norm, self.on_gradients
+        device, limit = all_rows[0].device, self.options.max_grad_norm
         sums = []
         for rows in all_rows:
             found = None if skip is None else torch.zeros((), dtype=torch.float32, device=rows.device)
-            if watched:
-                rows.survey(found)
-            if limit is not None or check:
-                sums.append(rows.squared_norms(found).sum().to(device, non_blocking=True))
+            sums.append(rows.squared_norms(found).sum().to(device, non_blocking=True))
             if found is not None and skip is not None:
                 skip = torch.maximum(skip, found.to(device, non_blocking=True))
-        for callback in watched:
-            callback(all_rows, inverse)
         if limit is None:
             return inverse, skip
         norm = sum(sums[1:], sums[0]).sqrt()

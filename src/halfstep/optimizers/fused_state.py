@@ -46,7 +46,6 @@ class FusedData:
         grad_norm: the 2-norm of the unscaled gradients at the last step, a 0-dim tensor, if the step clipped.
         warned: True if the warning about lost updates was issued, or does not apply.
         release: the gradient release started by ``attach``; None if there is none.
-        on_gradients: callbacks for the gradients of each step; see ``OnGradients``.
         groups: the rows of each parameter group from the last step, by the index of the group.
         known_state: the keys and the entries of ``state`` after the last step.
     """
@@ -57,7 +56,6 @@ class FusedData:
     grad_norm: torch.Tensor | None = None
     warned: bool = False
     release: GradientRelease | None = None
-    on_gradients: tuple[Callable[..., None], ...] = ()
     groups: dict[int, GroupRows] = field(default_factory=dict)
     known_state: tuple[list[Any], list[Any]] = ([], [])
 
@@ -95,7 +93,7 @@ class FusedState(torch.optim.Optimizer):
         ArgumentTypeError: for an option that ``CommonOptions`` does not have.
 
     Attributes:
-        table, options, set_grad_none, grad_norm, release, on_gradients: see ``FusedData``.
+        table, options, set_grad_none, grad_norm, release: see ``FusedData``.
     """
 
     _fused: FusedData
@@ -106,7 +104,6 @@ class FusedState(torch.optim.Optimizer):
     set_grad_none: bool = _field("set_grad_none")
     grad_norm: torch.Tensor | None = _field("grad_norm")
     release: GradientRelease | None = _field("release")
-    on_gradients: tuple[Callable[..., None], ...] = _field("on_gradients")
 
     def __init__(self, params: Any, common: CommonOptions, *, set_grad_none: bool = True, **defaults: Any) -> None:
         if unknown := common.keys() - CommonOptions.__annotations__:

@@ -63,12 +63,6 @@ def read_gradients(grad: Any) -> dict[str, Any]:
     return {"seen": grad}
 
 
-@elementwise_kernel(squares=("seen",), checks=("seen",), statistics=("seen",))
-def survey_gradients(grad: Any) -> dict[str, Any]:
-    """Do the work of ``read_gradients``, count zeros, and find the largest magnitude."""
-    return {"seen": grad}
-
-
 class ParamRows:
     """Parameters that share a device, a weight dtype and a gradient dtype, with their state; for sharded parameters,
     their local shards.
@@ -92,7 +86,7 @@ class ParamRows:
         one: the number 1, a 0-dim float32 tensor. On a CPU, adding it takes a third of the time of adding a float.
         domain: the processes that hold the other shards.
         state_names: the names of the tensors in the state of each parameter.
-        squares, surveyed: the results of this step's read of the gradients; None before it.
+        squares: the sums of squares from this step's read of the gradients; None before it.
     """
 
     def __init__(
@@ -135,7 +129,6 @@ class ParamRows:
         self.one = torch.ones((), dtype=torch.float32, device=self.device)
         self._random = storage.kind == "stochastic"
         self.squares: torch.Tensor | None = None
-        self.surveyed: torch.Tensor | None = None
 
     def launch(
         self,
@@ -162,15 +155,11 @@ class ParamRows:
             scalars = {**scalars, "seed": torch.where(drawn > 0x7FFF_FFFF, drawn - (1 << 32), drawn).to(torch.int32)}
         table = self.table if beside is None else self.table.beside(beside)
         results = launch(table, kernel, scalars, skip=skip, found=found)
-        return self._complete(results, found) if kernel.squares else results
-
-    def _complete(self, squares: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
-        """Add up, in place, the sums of squares of all parts of sharded tensors."""
-        if self.domain:
-            complete_sum(squares, self.domain)
+        if kernel.squares and self.domain:
+            complete_sum(results, self.domain)
             if found is not None:  # inf or NaN on any rank makes the sum inf or NaN
-                found.logical_or_(squares.isfinite().all().logical_not_())
-        return squares
+                found.logical_or_(results.isfinite().all().logical_not_())
+        return results
 
     def squared_norms(self, found: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum of squares of each gradient, still scaled: float64 of shape [rows]; read once per step.
@@ -178,26 +167,9 @@ class ParamRows:
         Args:
             found: 0-dim float32 tensor, set to 1.0 if a gradient that is read holds inf or NaN.
         """
-        if self.squares is None and self.surveyed is not None:
-            self.squares = self._complete(self.surveyed[:1].clone(), found)[0]
         if self.squares is None:
             self.squares = self.launch(read_gradients, {}, None, found)[0]
         return self.squares
-
-    def survey(self, found: torch.Tensor | None = None) -> torch.Tensor:
-        """Return statistics of each gradient, or of its local shard, from the same read that ``squared_norms`` needs.
-
-        It does not communicate, so a single rank may call it.
-
-        Args:
-            found: as for ``squared_norms``.
-
-        Returns:
-            float64 of shape [3, rows]: sums of squares, counts of zeros, and largest magnitudes, ignoring NaN.
-        """
-        if self.surveyed is None:
-            self.surveyed = launch(self.table, survey_gradients, {}, found=found)
-        return self.surveyed
 
 
 class GroupRows:
@@ -273,7 +245,7 @@ class GroupRows:
         for rows in self.rows:
             if not known and not all(map(is_, map(state.get, rows.params), rows.states)):
                 return False
-            rows.squares = rows.surveyed = None
+            rows.squares = None
         if not all(map(is_, map(dict.get, self._entries, self._names), self._tensors)):
             return False
         if len(self.rows) == 1 and len(self._positions[0]) == len(params):  # the usual group

@@ -69,6 +69,8 @@ class History:
             self.moved = row.step
         if self.near is None and row.tensor == "output" and (left := _steps_left(self.recent)) <= _AHEAD:
             self.near = row, left
+        if row.tensor in ("grad", "output_grad") and row.flushed >= _FLUSHED:
+            self.flushed = max(self.flushed, row.flushed)
 
     @property
     def last(self) -> Row:
@@ -94,34 +96,25 @@ class Alarms:
       at each of the last two sampled steps. Weights that begin as zeros do not count, nor do updates with inf or NaN.
     - HS121: gradients are 0 at every sampled step so far: either of all parameters, or of one module although the
     gradient of its output is not 0, so that its backward pass loses them. HS117 needs small numbers that are not 0 yet.
-
-    Attributes:
-        counted: the number of steps that ``add_counted`` has seen.
     """
 
     def __init__(self) -> None:
-        self.counted = 0
         self._histories: _Histories = defaultdict(dict)
         self._bad: dict[tuple[str, str, int], Row] = {}  # first row with inf or NaN of each output and weight
         self._too_large: Finding | None = None
         self._reported: set[tuple[str, str]] = set()
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Add the rows of one step, with or without histograms."""
+        """Add the rows of one step."""
         for row in rows:
-            self._history(row).add(row)
+            of_kind, key = self._histories[row.tensor], (row.module, row.call)
+            if key not in of_kind:
+                of_kind[key] = History(row)
+            of_kind[key].add(row)
             if row.tensor in ("output", "weight") and not row.is_finite:
                 self._bad.setdefault((row.tensor, row.module, row.call), row)
         if rows and self._too_large is None:
             self._too_large = _too_large(self._histories, rows[0].step)
-
-    def add_counted(self, rows: Iterable[Row]) -> None:
-        """Add the same rows with histograms, which take longer to make."""
-        self.counted += 1
-        for row in rows:
-            if row.tensor in ("grad", "output_grad") and row.flushed >= _FLUSHED:
-                history = self._history(row)
-                history.flushed = max(history.flushed, row.flushed)
 
     def news(self) -> list[Finding]:
         """Return the findings whose code and severity no earlier call has returned."""
@@ -140,21 +133,12 @@ class Alarms:
             found.insert(0 if large_first else 1, large)
         return [*found, *_zero(self._histories), *_flushed(self._histories)]
 
-    def _history(self, row: Row) -> History:
-        of_kind, key = self._histories[row.tensor], (row.module, row.call)
-        history = of_kind.get(key)
-        if history is None:
-            history = of_kind[key] = History(row)
-        return history
-
 
 def findings_in(rows: Iterable[Row]) -> list[Finding]:
     """Return the findings from all rows of a run, the likely cause first."""
     alarms = Alarms()
     for _, of_step in itertools.groupby(sorted(rows, key=attrgetter("step")), key=attrgetter("step")):
-        found = list(of_step)
-        alarms.add(found)
-        alarms.add_counted(found)
+        alarms.add(list(of_step))
     return alarms.findings()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -16,22 +15,18 @@ from ...core.checks import check_count
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.inner_optimizers import params_of, unwrap
 from ...formats.findings import RULES as OF_FORMATS
-from ...kernels.tensor_table import Number
-from ...optimizers.base import FusedOptimizer
-from ...optimizers.param_rows import ParamRows
 from ...parameters.async_reader import capturing
 from ...stepping.attached import AttachedOptimizer, attached_to, observers
 from ...torch_internals.torch_compat import backward_pass_id, scale_of
 from ..findings.checking import findings_of
 from ..findings.facts import Facts
 from ..findings.finding import Finding, log, logger
-from ..observe.names import ROOT, qualified_names
+from ..observe.names import ROOT, parts_of, qualified_names
 from ..observe.row import Row, save_rows
 from ..observe.watch import Hook
 from .alarms import Alarms
 from .report import write_report
 from .sampled_step import Named, SampledStep
-from .step_rows import GradientTotals, StepRows
 from .survey import TensorSampler
 
 __all__ = ["TENSORS", "Monitor"]
@@ -41,8 +36,6 @@ TENSORS = ("output", "output_grad", "grad", "update")
 
 _LEAST = 256  # minimum sample size of a tensor with as many elements
 _SHOWN = ("amax", "rms", "zeros", "overflow", "nan", "headroom", "subnormal", "flushed")
-
-Patterns = str | Sequence[str] | None
 
 
 class Monitor:
@@ -56,9 +49,7 @@ class Monitor:
         monitor.report("numerics.html")
 
     A sampled step covers the outputs of modules and their gradients, the gradients of parameters, and the update of the
-    values behind them (masters, if there are any). Between sampled steps the modules have no hooks. With a fused
-    optimizer, one of halfstep or one that ``amp`` made fused, gradients are covered in all steps, because the step
-    reads them for clipping in any case.
+    values behind them (masters, if there are any). Between sampled steps the modules have no hooks.
 
     The monitor does not wait for the device: it fetches statistics after they have arrived. Compiled modules run
     eagerly at sampled steps. With an optimizer, forward passes without gradients do not count, and neither does a step
@@ -73,9 +64,6 @@ class Monitor:
         every: the number of steps from one sampled step to the next; the first step is sampled. None samples the first
             20 steps, then every 100th.
         tensors: a subset of ``TENSORS``. "update" also gives rows of "weight": the values before the step.
-        include: fnmatch patterns; if given, only modules and parameters with a matching name are sampled.
-        exclude: fnmatch patterns of names that are not sampled.
-        bins: True for rows with histograms of exponents, which the subnormal and flushed shares need.
         sample: the number of elements per step whose exponents are counted. All tensors share them equally, but each
             gets at least 256.
         scaler: the ``torch.amp.GradScaler`` that scales the losses, if there is one. The monitor finds halfstep's
@@ -93,9 +81,6 @@ class Monitor:
         *,
         every: int | None = 100,
         tensors: Sequence[str] = TENSORS,
-        include: Patterns = None,
-        exclude: Patterns = None,
-        bins: bool = True,
         sample: int = 65536,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
@@ -113,8 +98,6 @@ class Monitor:
         self._model = model
         self._every = every
         self._kinds = frozenset(tensors)
-        self._include, self._exclude = _patterns("include", include, ("*",)), _patterns("exclude", exclude, ())
-        self._bins = bins
         self._sample, self._scaler = sample, scaler
         self._root = model
         self._modules: dict[nn.Module, str] = {}
@@ -125,8 +108,7 @@ class Monitor:
         self._open: SampledStep | None = None
         self._stepping = False
         self._attached: AttachedOptimizer | None = None
-        self._totals = GradientTotals()
-        self._steps: list[StepRows] = []
+        self._steps: list[TensorSampler] = []
         self._ready = 0  # number of steps whose numbers have arrived
         self._alarms = Alarms()
 
@@ -167,13 +149,8 @@ class Monitor:
             self._hooks.pop().remove()
         if self in observers:
             observers.remove(self)
-        if isinstance(self._optimizer, FusedOptimizer):
-            others = tuple(each for each in self._optimizer.on_gradients if each != self._see_gradients)
-            self._optimizer.on_gradients = others
         self._next += self._finish(None)
-        if self._totals:  # from steps after the last sampled one
-            self._add(max(self._next - 1, 0), TensorSampler(0, 0))
-        self.findings()  # logs them
+        self._poll(wait=True)
 
     def __enter__(self) -> Monitor:
         return self.attach()
@@ -195,7 +172,7 @@ class Monitor:
         ``numerics/blocks.3.mlp/output/headroom``. The dict is empty until the first step has arrived.
         """
         self._poll(wait=False)
-        rows = self._steps[self._ready - 1].rows(bins=True) if self._ready else []
+        rows = self._steps[self._ready - 1].rows() if self._ready else []
         names = (f"numerics/{row.module}{f'[{row.call}]' if row.call else ''}/{row.tensor}" for row in rows)
         named = zip(names, rows, strict=True)
         return {f"{name}/{what}": getattr(row, what) for name, row in named for what in _SHOWN}
@@ -206,7 +183,7 @@ class Monitor:
         Several backward passes of one step are merged. Waits for outstanding statistics.
         """
         self._poll(wait=True)
-        return [row for step in self._steps for row in step.rows(bins=self._bins)]
+        return [row for step in self._steps for row in step.rows()]
 
     def findings(self) -> list[Finding]:
         """Return the findings from the rows so far, the likely cause first: HS116, HS117, HS120 and HS121.
@@ -217,9 +194,6 @@ class Monitor:
         Waits for outstanding statistics from the device.
         """
         self._poll(wait=True)
-        for step in self._steps[self._alarms.counted :]:
-            self._alarms.add_counted(step.rows(bins=True))
-        log(self._alarms.news(), by="halfstep.numerics.Monitor")
         return self._alarms.findings() + findings_of(Facts(self._root, []), OF_FORMATS)
 
     def save(self, path: str | Path) -> None:
@@ -265,15 +239,12 @@ class Monitor:
 
     def _begin_update(self, grad_scale: torch.Tensor | None) -> None:
         step, optimizer = self._open, self._optimizer
-        watches = "grad" in self._kinds
-        if watches and isinstance(optimizer, FusedOptimizer) and self._see_gradients not in optimizer.on_gradients:
-            optimizer.on_gradients = (*optimizer.on_gradients, self._see_gradients)  # it may have become fused since
         if step is None or optimizer is None:
             return
         step.note_scale(self._live_scale() if grad_scale is None else grad_scale)
         params = self._named(params_of(optimizer))
         with NO_CASTING:
-            if watches and not isinstance(optimizer, FusedOptimizer):
+            if "grad" in self._kinds:
                 step.add_gradients(params, "out" if grad_scale is None else "in")
             if "update" in self._kinds:
                 step.before_update(optimizer, params)
@@ -286,13 +257,6 @@ class Monitor:
         self._next += 1
         self._poll(wait=False)
         self._begin()
-
-    def _see_gradients(self, all_rows: Sequence[ParamRows], inverse: Number) -> None:
-        self._totals(all_rows, inverse)
-        step = self._open
-        if step is not None:
-            for rows in all_rows:
-                step.add_gradients(self._named(rows.params), "out", inverse)
 
     def _before_forward(self, root: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a step with a forward pass of the whole model, if there is no optimizer."""
@@ -331,29 +295,19 @@ class Monitor:
         step.close()
         with NO_CASTING:
             survey = step.finish(skipped)
-        return bool(survey) and self._add(self._next, survey)  # empty if the step had only begun
-
-    def _add(self, index: int, survey: TensorSampler) -> bool:
-        totals, self._totals = self._totals, GradientTotals()
-        self._steps.append(StepRows(survey, totals.finish(index, self._names)))
-        return True
+        self._steps += [survey] if survey else []  # empty if the step had only begun
+        return bool(survey)
 
     def _look_at_model(self) -> None:
         """Update names and parameters: user code may have added layers or replaced parameters."""
         modules = {name: module for module, name in qualified_names(self._model).items()}
         self._root = modules[ROOT]  # inside all wrappers
-        self._modules = {module: name for name, module in modules.items() if self._wanted(name)}
-        self._names, self._params = {}, []
-        for name, module in modules.items():
-            for part, param in module.named_parameters(recurse=False):
-                full = part if name == ROOT else f"{name}.{part}"
-                if self._wanted(full):
-                    self._names[id(param)] = full
-                    self._params.append(param)
+        self._modules = {module: name for name, module in modules.items()}
+        self._names, self._params = parts_of(self._modules), list(self._root.parameters())
 
     def _poll(self, *, wait: bool) -> None:
         while self._ready < len(self._steps) and (wait or self._steps[self._ready].ready):
-            self._alarms.add(self._steps[self._ready].rows(brief=True))
+            self._alarms.add(self._steps[self._ready].rows())
             self._ready += 1
             log(self._alarms.news(), by="halfstep.numerics.Monitor")
 
@@ -365,16 +319,3 @@ class Monitor:
 
     def _named(self, params: Iterable[torch.Tensor]) -> Named:
         return [(self._names[id(p)], p) for p in params if id(p) in self._names]
-
-    def _wanted(self, name: str) -> bool:
-        if any(fnmatchcase(name, pattern) for pattern in self._exclude):
-            return False
-        return any(fnmatchcase(name, pattern) for pattern in self._include)
-
-
-def _patterns(name: str, patterns: Patterns, default: tuple[str, ...]) -> tuple[str, ...]:
-    if isinstance(patterns, str) or patterns is None:
-        return default if patterns is None else (patterns,)
-    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ArgumentTypeError(f"{name}={patterns!r} must be a pattern such as 'blocks.*', or a list of patterns.")
-    return tuple(patterns)

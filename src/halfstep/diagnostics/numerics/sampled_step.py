@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...core.dtypes import is_half
-from ...kernels.tensor_table import Number
 from ...parameters.ledger import get_grads
 from ...torch_internals.compiler_compat import is_traced
 from ...torch_internals.torch_compat import DisableTorchFunction, is_fake, tree_flatten, values_of
@@ -94,13 +93,12 @@ class SampledStep:
     # ---- parameters
 
     @torch.no_grad()
-    def add_gradients(self, params: Named, scale: LossScale, inverse: Number | None = None) -> None:
+    def add_gradients(self, params: Named, scale: LossScale) -> None:
         """Sample the current gradients of parameters.
 
         Args:
             params: the parameters.
             scale: the relation of the values to the loss scale.
-            inverse: a factor for the samples. If given, only samples are taken, because the caller has the extremes.
         """
         grads = get_grads([param for _, param in params])
         found: dict[torch.device, list[Param]] = defaultdict(list)
@@ -111,8 +109,7 @@ class SampledStep:
                 found[values.device].append((name, dtype, values))
         for each in found.values():
             samples = column((grad for *_, grad in each), [self._count] * len(each)).float()
-            known = samples if inverse is None else samples * inverse
-            self._survey.add_params("grad", each, known, scale, whole=inverse is None)
+            self._survey.add_params("grad", each, samples, scale, whole=True)
 
     @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer, params: Named) -> None:

@@ -19,11 +19,12 @@ import torch
 from ...core.dtypes import dtype_name
 from ...core.scalars import scalar_dtype
 from ...kernels.shards import local
+from ..observe.names import OUTSIDE, ROOT
 from ..observe.reading import Reading
-from ..observe.row import PROBE, Row
+from ..observe.row import PROBE, Row, merge_rows
 from ..observe.samples import can_sample, sample, samples_in
 
-__all__ = ["Callers", "LossScale", "Param", "Sampled", "TensorId", "TensorSampler", "can_survey"]
+__all__ = ["Callers", "LossScale", "Param", "TensorSampler", "can_survey"]
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _MAGNITUDE, _INFINITY = 0x7FFF_FFFF, 0x7F80_0000  # bits of a float32
@@ -200,23 +201,23 @@ class TensorSampler:
         sent = chain([self._flags], (ends for _, ends in self._ends), (block.read for block in self._blocks))
         return all(each.ready for each in sent)
 
-    def rows(self, *, bins: bool, brief: bool = False) -> list[tuple[Sampled, Row]]:
-        """Make the rows in the order of sampling, each with its ``Sampled``.
-
-        Args:
-            bins: True for rows with histograms.
-            brief: True for rows with only ``amax``, ``rms`` and ``zeros``, which is faster.
-        """
-        scale, skipped = map(float, self._flags.get() or (1.0, 0.0))
+    def rows(self) -> list[Row]:
+        """Make the rows, in order of execution. They take more memory than their numbers, so make them on demand."""
+        scale, skipped = map(float, self._flags.get())
         whole: dict[int, float] = {}
         for samples, ends in self._ends:
             largest = ends.get()[0].abs().amax(1).tolist()
             whole.update((number, largest[place]) for number, place in samples.places.items())
-        found = [each for block in self._blocks for each in block.rows(scale, whole, bins, brief)]
+        found = [each for block in self._blocks for each in block.rows(scale, whole)]
         found = [each for each in found if not (skipped and each[0].about.tensor == "update")]
-        return sorted(found, key=lambda each: each[0].number)
+        found.sort(key=lambda each: each[0].number)
+        bad = {looked.number for looked, row in found if not row.is_finite}
+        if bad:
+            bad |= self._bad_inputs()
+            found = [(each, row if row.is_finite else replace(row, began_in=_origin(each, bad))) for each, row in found]
+        return merge_rows(row for _, row in found)
 
-    def bad_inputs(self) -> set[int]:
+    def _bad_inputs(self) -> set[int]:
         """Return the indices of inputs with inf or NaN, except intended ones: masks of 0 and -inf."""
         found = ((each, sent.get()[0].tolist()) for each, sent in self._ends)
         ends = {number: pairs[each.places[number]] for each, pairs in found for number in each.inputs}
@@ -230,35 +231,37 @@ class _Block(NamedTuple):
     width: int
     read: Reading
 
-    def rows(self, scale: float, whole: dict[int, float], bins: bool, brief: bool) -> Iterator[tuple[Sampled, Row]]:
+    def rows(self, scale: float, whole: dict[int, float]) -> Iterator[tuple[Sampled, Row]]:
         """Make the rows; ``whole`` has the largest magnitudes of whole tensors by index."""
         numbers, probes, counts = self.read.get()
-        counts = counts.view(len(self.looked), _KINDS)
-        lines = zip(self.looked, numbers.T.tolist(), counts[:, _ZERO].tolist(), strict=True)
-        found = None if brief else zip(_kinds(counts), probes.tolist(), strict=True)
-        for looked, (amax, norm, smallest), zeros in lines:
+        histograms = _histograms(counts.view(len(self.looked), _KINDS))
+        lines = zip(self.looked, numbers.T.tolist(), histograms, probes.tolist(), strict=True)
+        for looked, (amax, norm), kinds, probe in lines:
             size, divisor = looked.sampled, scale if looked.scale == "in" else 1.0
             amax = whole.get(looked.number, amax)
-            row = Row(
-                *looked.about,
-                amax=amax / divisor,
-                rms=norm / math.sqrt(size) / divisor,
-                zeros=(zeros - (self.width - size)) / size,
-                scale=1.0 if looked.scale == "none" else scale,
-            )
-            if found is not None:
-                kinds, probe = next(found)
-                overflow, nan = kinds.pop(_INF, 0) / size, kinds.pop(_NAN, 0) / size
-                shift = _BIAS + round(math.log2(divisor))
-                row = replace(
-                    row,
-                    smallest=math.nan if nan else smallest / divisor,
-                    overflow=max(overflow, math.isinf(amax) / row.numel),  # the sample may have missed it
-                    nan=max(nan, math.isnan(amax) / row.numel),
-                    exponents={kind - shift: count for kind, count in kinds.items()} if bins else {},
+            zeros, infinite, nan = (kinds.pop(kind, 0) for kind in (_ZERO, _INF, _NAN))
+            numel, shift = looked.about.numel, _BIAS + round(math.log2(divisor))
+            yield (
+                looked,
+                Row(
+                    *looked.about,
+                    amax=amax / divisor,
+                    rms=norm / math.sqrt(size) / divisor,
+                    zeros=(zeros - (self.width - size)) / size,
+                    overflow=max(infinite / size, math.isinf(amax) / numel),  # the sample may have missed it
+                    nan=max(nan / size, math.isnan(amax) / numel),
+                    exponents={kind - shift: count for kind, count in kinds.items()},
+                    scale=1.0 if looked.scale == "none" else scale,
                     probe=tuple(value / divisor for value in probe[: min(size, PROBE)]),
-                )
-            yield looked, row
+                ),
+            )
+
+
+def _origin(looked: Sampled, bad: set[int]) -> str:
+    """Name the innermost running module that got only finite inputs."""
+    names = (name for name, inputs in looked.callers if bad.isdisjoint(inputs))
+    is_whole = bool(looked.callers) and looked.callers[-1][0] == ROOT
+    return next(names, OUTSIDE if is_whole else "")
 
 
 @functools.lru_cache(4)  # equal for all sampled steps
@@ -286,11 +289,10 @@ def _counted(looked: list[Sampled], numbers: torch.Tensor, probes: torch.Tensor)
         counts = torch.zeros(lines * _KINDS, dtype=torch.int32, device=bits.device)
         counts.scatter_add_(0, kinds.flatten().long(), counts.new_ones(1).expand(kinds.numel()))
     amax = bits.amax(1).view(torch.float32)
-    smallest = ((bits - 1) & _MAGNITUDE).amin(1).clamp_(max=_INFINITY - 1).add_(1).view(torch.float32)  # inf if all 0
     finite = bits.view(torch.float32).nan_to_num_(0.0, 0.0)
     norms = torch.linalg.vector_norm(finite, dim=1, dtype=scalar_dtype(bits.device)).float()
     counts = counts.to(torch.int16 if width < 2**15 else torch.int32)
-    return _Block(looked, width, Reading(torch.stack([amax, norms, smallest]), probes, counts).send())
+    return _Block(looked, width, Reading(torch.stack([amax, norms]), probes, counts).send())
 
 
 def _look(samples: _Samples, here: torch.Tensor) -> int:
@@ -306,10 +308,9 @@ def can_survey(tensor: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(tensor, torch.Tensor) and tensor.dtype in _DTYPES and tensor.numel() > 0 and can_sample(tensor)
 
 
-def _kinds(counts: torch.Tensor) -> list[dict[int, int]]:
-    """Return the nonzero counts of each line by bin, without the zeros' bin."""
+def _histograms(counts: torch.Tensor) -> list[dict[int, int]]:
+    """Return the nonzero counts of each line by bin."""
     found: list[dict[int, int]] = [{} for _ in counts]
     for (line, kind), count in zip(counts.nonzero().tolist(), counts[counts != 0].tolist(), strict=True):
-        if kind != _ZERO:
-            found[line][kind] = count
+        found[line][kind] = count
     return found

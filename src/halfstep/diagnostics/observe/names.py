@@ -57,11 +57,12 @@ def qualified_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def parts_of(names: Mapping[nn.Module, str]) -> dict[int, str]:
-    """Return the qualified names of modules' parameters, by the ``id`` of each parameter."""
+    """Return the qualified names of modules' parameters, by the ``id`` of each parameter; a tied one has its first."""
     found: dict[int, str] = {}
     for module, name in names.items():
         for key, param in parameters_of(module).items():
-            found.setdefault(id(param), part_of(name, key))
+            if param is not None:
+                found.setdefault(id(param), part_of(name, key))
     return found
 
 

@@ -53,19 +53,15 @@ class Row:
         call: the index of the module's call within one forward pass, from 0.
         dtype: the dtype in which the values were computed, such as "float16".
         numel: the number of elements.
-        amax: the largest magnitude; inf or NaN if a value is. In merged gradients of several steps, steps with an
-            overflow do not count.
-        smallest: the smallest nonzero magnitude in the sample; inf if there is none.
+        amax: the largest magnitude; inf or NaN if a value is.
         rms: the root of the mean square.
         zeros: the share of zeros, -0.0 included.
-        overflow: the share of inf; for merged gradients, the share of steps with inf or NaN.
+        overflow: the share of inf.
         nan: the share of NaN.
-        exponents: by exponent, the count of magnitudes of the sample in [2**exponent, 2 * 2**exponent). Empty without
-            ``bins``.
+        exponents: by exponent, the count of magnitudes of the sample in [2**exponent, 2 * 2**exponent).
         scale: the loss scale that was divided out of these values; 1.0 if there was none.
         probe: values at evenly spread positions, equal for equal shapes, by which two runs are compared. Empty in a
             merged row.
-        merged: the number of rows that were merged; for gradients, the number of steps.
         began_in: for an output with inf or NaN, the module in which they began: the innermost running module with
             finite inputs. "(step)" if the inputs of the model itself had inf or NaN; empty if not known.
     """
@@ -77,7 +73,6 @@ class Row:
     dtype: str = "float32"
     numel: int = 0
     amax: float = 0.0
-    smallest: float = math.inf
     rms: float = 0.0
     zeros: float = 0.0
     overflow: float = 0.0
@@ -85,7 +80,6 @@ class Row:
     exponents: Mapping[int, int] = field(default_factory=dict)
     scale: float = 1.0
     probe: tuple[float, ...] = ()
-    merged: int = 1
     began_in: str = ""
 
     @property
@@ -104,7 +98,7 @@ class Row:
 
     @property
     def subnormal(self) -> float:
-        """The share of values below the normal range of ``dtype``, which have less precision. NaN without ``bins``."""
+        """The share of values below the normal range of ``dtype``, with less precision. NaN without ``exponents``."""
         if not self.exponents:
             return 0.0 if self.zeros == 1.0 else math.nan
         first = self.range.normal
@@ -113,11 +107,11 @@ class Row:
 
     @property
     def flushed(self) -> float:
-        """The estimated share of values that became 0 because they were too small for ``dtype``. NaN without ``bins``.
+        """The estimated share of values that became 0 because they were too small for ``dtype``.
 
         Flushed values cannot be counted afterwards. The estimate extrapolates the counts at the lowest exponents below
         the smallest number, limited by the number of zeros. So zeros of a ReLU, or of embedding rows that the batch
-        does not use, count as flushed only if values close to the edge are frequent.
+        does not use, count as flushed only if values close to the edge are frequent. NaN without ``exponents``.
         """
         if not self.exponents:
             return 0.0 if self.zeros in (0.0, 1.0) else math.nan
@@ -180,14 +174,12 @@ def _sum(rows: list[Row]) -> Row:
         **{name: getattr(first, name) for name in ("step", "module", "tensor", "call", "dtype")},
         numel=numel,
         amax=math.nan if any(math.isnan(row.amax) for row in rows) else max(row.amax for row in rows),
-        smallest=min(row.smallest for row in rows),
         rms=math.sqrt(mean(row.rms**2 for row in rows)),
         zeros=mean(row.zeros for row in rows),
         overflow=mean(row.overflow for row in rows),
         nan=mean(row.nan for row in rows),
         exponents=dict(sorted(exponents.items())),
         scale=max(row.scale for row in rows),
-        merged=sum(row.merged for row in rows),
         began_in=next((row.began_in for row in rows if row.began_in), ""),
     )
 

@@ -175,7 +175,6 @@ class CppLauncher(GeneratedLauncher):
         self._elements = int(pointers.count.sum())
         addresses = map(torch.Tensor.data_ptr, (pointers.row, pointers.start, pointers.count))
         self._chunks = pointers.chunks, *addresses
-        self._sums = kernel.sums
         self._library_call = _library_call(kernel, layout)
 
     def __call__(
@@ -201,10 +200,7 @@ class CppLauncher(GeneratedLauncher):
             torch.get_num_threads() if self._elements >= _SERIAL else 1,
         )
         if self._finds:
-            results[: self._sums].index_add_(1, pointers.row, partial[: self._sums])
-            if len(partial) > self._sums:
-                largest = partial[self._sums :]
-                results[self._sums :].scatter_reduce_(1, pointers.row.expand_as(largest), largest, "amax")
+            results.index_add_(1, pointers.row, partial)
         if memory.staged:
             memory.stage_out(self._written)
         return results
@@ -237,19 +233,12 @@ def source(kernel: ElementwiseKernel, layout: Layout) -> str:
     for name, index in traced.stores.items():
         body.extend(_stores(name, storages[name], f"v{index}"))
     clauses, finish = "", []
-    for i, index in enumerate(traced.statistics):
-        setup.append(f"int zeros{i} = 0; acc largest{i} = 0;")
-        clauses += f" reduction(+:zeros{i}) reduction(max:largest{i})"
-        body.append(f"zeros{i} += v{index} == 0;")
-        body.append(f"largest{i} = std::fabs(v{index}) > largest{i} ? std::fabs(v{index}) : largest{i};")
-        finish.append(f"partial[{len(traced.squares) + i} * chunks + c] = zeros{i};")
-        finish.append(f"partial[{kernel.sums + i} * chunks + c] = largest{i};")
     if traced.checks:
         setup.append("int wrong = 0;")
         finish.append("bad |= wrong;")
     if unsummed := [i for i in traced.checks if i not in traced.squares]:
         body.extend(f"wrong |= !(std::fabs(v{i}) <= std::numeric_limits<acc>::max());" for i in unsummed)
-        clauses += " reduction(|:wrong)"
+        clauses = " reduction(|:wrong)"
     setup.extend(f"double q{i} = 0.0;" for i in range(len(traced.squares)))
     finish.extend(f"partial[{i} * chunks + c] = q{i};" for i in range(len(traced.squares)))
     coded = {name: storage for name, storage in storages.items() if storage.kind == "blockwise"}

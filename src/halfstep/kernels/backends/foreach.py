@@ -13,7 +13,7 @@ from ..expr import ElementwiseKernel, Expression, trace
 from ..storage import Storage, after_writes, join, round_stochastic, split
 from ..tensor_table import Launcher, Number, Scalars, TensorTable
 
-__all__ = ["ForeachLauncher", "Lanes", "PerRow", "numbers_of", "store", "zeros_and_largest"]
+__all__ = ["ForeachLauncher", "Lanes", "PerRow", "numbers_of", "store"]
 
 _Numbers = float | list[float] | list[torch.Tensor]
 
@@ -35,7 +35,7 @@ class ForeachLauncher(Launcher):
     ) -> torch.Tensor:
         """Run the kernel; see ``Launcher``."""
         table, traced, kernel = self._table, self._trace, self._kernel
-        results = torch.zeros(kernel.results, len(table), dtype=scalar_dtype(table.device), device=table.device)
+        results = torch.zeros(len(kernel.squares), len(table), dtype=scalar_dtype(table.device), device=table.device)
         on_cpu = table.device.type == "cpu"
         if len(table) == 0 or (on_cpu and skip is not None and skip.item()):
             return results
@@ -46,8 +46,6 @@ class ForeachLauncher(Launcher):
         outputs = kernel.fn(*columns, **numbers)
         for i, name in enumerate(kernel.squares):
             results[i] = _norms(outputs[name].tensors).square()
-        for i, name in enumerate(kernel.statistics):
-            results[len(kernel.squares) + i], results[kernel.sums + i] = zeros_and_largest(outputs[name].tensors)
         for name in kernel.checks:
             filled = [t for t in outputs[name].tensors if t.numel()]
             if found is not None and filled:
@@ -153,14 +151,6 @@ def _store_codes(table: TensorTable, name: str, values: list[torch.Tensor], skip
         laid = torch.empty_like(old[0], dtype=torch.float32).copy_(value)
         for kept, new in zip(old, quantize(laid, storage), strict=True):
             kept.copy_(new if skip is None else torch.where(skip != 0, kept, new))
-
-
-def zeros_and_largest(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count the zeros of each tensor, and find its largest magnitude, ignoring NaN."""
-    zeros = [tensor.numel() - tensor.count_nonzero() for tensor in tensors]
-    magnitudes = [tensor.abs().nan_to_num_(0.0, posinf=torch.inf).flatten() for tensor in tensors]
-    largest = [each.amax() if each.numel() else each.new_zeros(()) for each in magnitudes]
-    return in_scalar_dtype(torch.stack(zeros)), in_scalar_dtype(torch.stack(largest))
 
 
 def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from ..expr import ElementwiseKernel, trace
 from ..storage import after_writes, join
 from ..tensor_table import Launcher, PointerTable, Scalars, TensorTable
-from .foreach import ForeachLauncher, Lanes, PerRow, numbers_of, store, zeros_and_largest
+from .foreach import ForeachLauncher, Lanes, PerRow, numbers_of, store
 
 __all__ = ["PieceLauncher", "launcher"]
 
@@ -95,7 +95,7 @@ class PieceLauncher(Launcher):
     ) -> torch.Tensor:
         """Run it; see ``Launcher``."""
         kernel, traced, table = self._kernel, self._trace, self._table
-        results = torch.zeros(kernel.results, len(table), dtype=torch.float64, device="cpu")
+        results = torch.zeros(len(kernel.squares), len(table), dtype=torch.float64, device="cpu")
         if not self._pieces or (skip is not None and skip.item()):
             return results
         update = kernel.by_torch(scalars) if kernel.by_torch is not None else None
@@ -120,10 +120,6 @@ class PieceLauncher(Launcher):
                 squares, odd = _squares(values[name])
                 results[i].index_add_(0, piece.index, squares)
                 suspects[name] = odd if name in suspects else []
-            for i, name in enumerate(kernel.statistics):
-                zeros, largest = zeros_and_largest(values[name])
-                results[len(kernel.squares) + i].index_add_(0, piece.index, zeros)
-                results[kernel.sums + i].scatter_reduce_(0, piece.index, largest, "amax")
             if found is not None and not all(t.isfinite().all() for tensors in suspects.values() for t in tensors):
                 found.fill_(1.0)
             for name in traced.stores:

@@ -73,14 +73,12 @@ class TritonLauncher(GeneratedLauncher):
 
 
 @functools.cache
-def _module(
-    kernel: ElementwiseKernel, layout: Layout, interpreted: bool, amd: bool = torch.version.hip is not None
-) -> Any:
+def _module(kernel: ElementwiseKernel, layout: Layout, interpreted: bool) -> Any:
     """Load the generated module; from then on Triton either compiles or interprets it.
 
     The module is written to the cache because Triton reads the source of its kernels from a file.
     """
-    text = source(kernel, layout, amd=amd)
+    text = source(kernel, layout)
     stem = f"{kernel.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
     return generated(stem, ".py", lambda path: write_whole(path, text), _imported)
 

@@ -118,21 +118,21 @@ def sum_of_squares(x):
 
 
 @triton.jit
-def add_up(partial, results, first, done, row, rows, chunks, SUMS: tl.constexpr, ALL: tl.constexpr,
+def add_up(partial, results, first, done, row, rows, chunks, SUMS: tl.constexpr,
            WIDTH: tl.constexpr = 1024):
     begin = tl.load(first + row)
     end = tl.load(first + row + 1)
     # The order of memory at an atomic (acquire and release) makes the stores of the other programs seen by the last.
     if tl.atomic_add(done + row, 1) == end - begin - 1:
-        for which in tl.static_range(ALL):
+        for which in tl.static_range(SUMS):
             total = tl.zeros((WIDTH,), tl.float64)
             at = begin
             while at < end:  # a range of loaded numbers is beyond the interpreter
                 i = at + tl.arange(0, WIDTH)
                 found = tl.load(partial + which * chunks + i, mask=i < end, other=0.0, cache_modifier=".cg")
-                total = total + found if which < SUMS else tl.maximum(total, found)
+                total = total + found
                 at += WIDTH
-            tl.store(results + which * rows + row, tl.sum(total) if which < SUMS else tl.max(total))
+            tl.store(results + which * rows + row, tl.sum(total))
         tl.store(done + row, 0)
 """
 
@@ -175,14 +175,12 @@ _OPERATIONS = {
 }
 
 
-def source(kernel: ElementwiseKernel, layout: Layout, *, amd: bool = False) -> str:
+def source(kernel: ElementwiseKernel, layout: Layout) -> str:
     """Print the Triton source of a kernel.
 
     Args:
         kernel: the computation for each element.
         layout: the layout of its columns.
-        amd: True for an AMD GPU. Statistics then come before sums of squares: behind the branches of the sums, LLVM
-            takes minutes for them. On NVIDIA this order would spill registers (Triton 3.7).
     """
     traced = trace(kernel)
     names = layout.scalars
@@ -216,16 +214,9 @@ def source(kernel: ElementwiseKernel, layout: Layout, *, amd: bool = False) -> s
     for name, index in traced.stores.items():
         body.extend(_stores(name, storages[name], f"v{index}"))
     coded = any(storage.kind == "blockwise" for storage in storages.values())
-    squares, statistics = [], []
     for i, index in enumerate(traced.squares):
-        squares.append(f"square{index} = sum_of_squares(tl.where(alive, v{index}, 0.0))")
-        squares.append(f"tl.store(partial + {i} * chunks + chunk, square{index})")
-    for i, index in enumerate(traced.statistics):
-        statistics.append(f"zeros{i} = tl.sum((alive & (v{index} == 0.0)).to(tl.int32)).to(tl.float64)")
-        statistics.append(f"largest{i} = tl.max(tl.where(alive & (v{index} == v{index}), tl.abs(v{index}), 0.0))")
-        statistics.append(f"tl.store(partial + {len(traced.squares) + i} * chunks + chunk, zeros{i})")
-        statistics.append(f"tl.store(partial + {kernel.sums + i} * chunks + chunk, largest{i}.to(tl.float64))")
-    body.extend([*statistics, *squares] if amd else [*squares, *statistics])
+        body.append(f"square{index} = sum_of_squares(tl.where(alive, v{index}, 0.0))")
+        body.append(f"tl.store(partial + {i} * chunks + chunk, square{index})")
     for index in traced.checks:
         # The sum of squares of finite fp32 values is finite; the sum for fp64 values can overflow.
         seen = f"square{index}" if index in traced.squares and acc == "tl.float32" else f"v{index}"
@@ -234,8 +225,8 @@ def source(kernel: ElementwiseKernel, layout: Layout, *, amd: bool = False) -> s
             body.append(f"odd{index} = tl.sum((alive & odd{index}).to(tl.int32)) > 0")
         body.append(f"tl.store(found, 1.0, mask=odd{index})")
     finish = []
-    if kernel.results:
-        finish = [f"add_up(partial, results, first, done, row, rows, chunks, {kernel.sums}, {kernel.results})"]
+    if traced.squares:
+        finish = [f"add_up(partial, results, first, done, row, rows, chunks, {len(traced.squares)})"]
     pointers = [pointer for pointer, _, _ in parts]
     entry = _ENTRY % {
         "vector": vector,
