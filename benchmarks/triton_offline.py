@@ -89,7 +89,6 @@ KERNELS: dict[str, ElementwiseKernel] = {
     kernel.name: kernel
     for kernel in (
         param_rows.read_gradients,
-        param_rows.survey_gradients,
         adam.adam,
         adam.amsgrad,
         sgd.sgd,
@@ -227,8 +226,7 @@ def compile_for(kernel: ElementwiseKernel, layout: Layout, target: str, config: 
 
     chip = TARGETS[target]
     config = config or launch_config.default(kernel)
-    amd = chip.backend == "hip"
-    function = triton._module(kernel, layout, False, amd).kernel
+    function = triton._module(kernel, layout, False).kernel
     scalars = "*fp64" if layout.compute_dtype is torch.float64 else "*fp32"
     signature = {name: {**_SIGNATURE, "scalars": scalars}[name] for name in function.arg_names}
     program = triton_compile(
@@ -242,7 +240,7 @@ def compile_for(kernel: ElementwiseKernel, layout: Layout, target: str, config: 
         layout,
         target,
         config,
-        triton_source.source(kernel, layout, amd=amd),
+        triton_source.source(kernel, layout),
         assembly,
         program.asm.get("cubin"),
     )

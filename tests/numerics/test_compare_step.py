@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep import Policy, amp, numerics
 from halfstep.core.errors import UsageError
-from halfstep.numerics import Comparison, Entry
+from halfstep.numerics import Comparison
 from tests.support.processes import Ranks, one_rank
 from tests.support.worlds import HALVES, Applies, scaled_step, start_amp, with_optimizer
 
@@ -57,7 +56,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 
 
 def top(found: Comparison) -> tuple[str, str]:
-    worst = found.modules()[0].worst
+    worst = found.modules()[0]
     return worst.module, worst.why
 
 
@@ -353,17 +352,6 @@ def test_a_comparison_prints_as_a_table() -> None:
 def test_a_comparison_without_divergence_says_so() -> None:
     model = nn.Linear(16, 4)
     assert "no divergence" in str(numerics.compare_step(lambda: loss_of(model), model, candidate="O1"))
-
-
-def test_a_comparison_is_a_dict_of_plain_values() -> None:
-    model = broken()
-    found = numerics.compare_step(lambda: loss_of(model), model, candidate="O1")
-    saved = json.loads(json.dumps(found.to_dict()))
-    assert saved["names"] == ["float32", "O1 bfloat16"]
-    assert saved["modules"][0]["module"] == "1"
-    worst = saved["entries"][saved["modules"][0]["worst"]]
-    assert (worst["op"], worst["diverges"], worst["why"]) == ("sub", True, "cancellation")
-    assert [Entry(**{k: v for k, v in e.items() if k != "diverges"}) for e in saved["entries"]] == found.entries
 
 
 # ---- refused

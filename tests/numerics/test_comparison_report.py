@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.numerics import Comparison, Entry, write_comparison
+from halfstep.numerics import Comparison, Entry
 
 
 def entry(module: str, op: str = "mm", **given: Any) -> Entry:
@@ -81,5 +81,5 @@ def test_more_modules_than_fit_are_said_to_be_left_out(tmp_path: Path) -> None:
 
 
 def test_the_command_is_shown(tmp_path: Path) -> None:
-    write_comparison(Comparison([]).to_dict(), tmp_path / "page.html", command="halfstep compare 'a b' c")
+    Comparison([]).report(tmp_path / "page.html", command="halfstep compare 'a b' c")
     assert "<code>halfstep compare 'a b' c</code>" in (tmp_path / "page.html").read_text(encoding="utf-8")

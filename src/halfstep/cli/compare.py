@@ -24,7 +24,7 @@ def command(reference: Path, candidate: Path, html: Path | None) -> None:
     Both files are what `halfstep run --numerics` or halfstep.numerics.Monitor saved.
     """
     from ..core.errors import HalfstepError
-    from ..diagnostics.numerics import compare, write_comparison
+    from ..diagnostics.numerics import compare
 
     check_writable(html)
     try:
@@ -34,5 +34,5 @@ def command(reference: Path, candidate: Path, html: Path | None) -> None:
     click.echo(str(comparison))
     if html is not None:
         line = ["halfstep", "compare", str(reference), str(candidate), f"--html={html}"]
-        write_comparison(comparison.to_dict(), html, command=shlex.join(line))
+        comparison.report(html, command=shlex.join(line))
         click.echo(f"halfstep: wrote {html}", err=True)

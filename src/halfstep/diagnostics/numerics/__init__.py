@@ -11,7 +11,7 @@ from ...core.names_above import NAMES_ABOVE
 from ..observe.row import Row, load_rows, merge_rows, save_rows
 from .compare_runs import compare
 from .compare_step import compare_step
-from .comparison import Comparison, Entry, ModuleError, write_comparison
+from .comparison import Comparison, Entry
 from .monitor import Monitor
 from .op_table import CastRow, OpRow, OpTable, op_table
 from .report import write_report
@@ -20,7 +20,6 @@ __all__ = [
     "CastRow",
     "Comparison",
     "Entry",
-    "ModuleError",
     "Monitor",
     "OpRow",
     "OpTable",
@@ -32,7 +31,6 @@ __all__ = [
     "op_table",
     "parity",
     "save_rows",
-    "write_comparison",
     "write_report",
 ]
 

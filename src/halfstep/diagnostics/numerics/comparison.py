@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,12 @@ from ..pages import (
 )
 from .text import aligned
 
-__all__ = ["LIMIT", "Comparison", "Entry", "ModuleError", "write_comparison"]
+__all__ = ["LIMIT", "Comparison", "Entry"]
 
 LIMIT = 32.0
 """An excess above this is a divergence: well-conditioned ops have one or two, a softmax or a norm perhaps ten."""
 
+_COLUMNS = ["module", "excess", "added", "inherited", "error", "at", "dtype", "why"]
 _SHOWN = 12
 _MOST_BARS = 32
 _MOST_ROWS = 500
@@ -86,27 +87,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class ModuleError:
-    """The error that one module adds.
-
-    Attributes:
-        module: the qualified name of the module.
-        excess: the largest excess of the module's entries.
-        error: the error of the entry with the largest excess.
-        inherited: the inherited error of this entry.
-        added: the added error of this entry.
-        worst: the entry with the largest excess.
-    """
-
-    module: str
-    excess: float
-    error: float
-    inherited: float
-    added: float
-    worst: Entry
-
-
-@dataclass(frozen=True)
 class Comparison(Shown):
     """The differences between two runs of the same step or steps. Print it, or call its methods.
 
@@ -123,38 +103,37 @@ class Comparison(Shown):
     about: Mapping[str, Any] = field(default_factory=dict)
     not_finite: str = ""
 
-    def modules(self) -> list[ModuleError]:
-        """Return the modules by decreasing added error; equal modules stay in order of execution."""
+    def modules(self) -> list[Entry]:
+        """Return the worst entry of each module by decreasing excess; equal ones stay in order of execution."""
         worst: dict[str, Entry] = {}
-        for entry in self.entries:
-            if entry.module not in worst or entry.excess > worst[entry.module].excess:
-                worst[entry.module] = entry
-        order = {id(entry): i for i, entry in enumerate(self.entries)}
-        found = sorted(worst.values(), key=lambda entry: (-entry.excess, order[id(entry)]))
-        return [ModuleError(e.module, e.excess, e.error, e.inherited, e.added, e) for e in found]
+        for entry in sorted(self.entries, key=lambda entry: -entry.excess):
+            worst.setdefault(entry.module, entry)
+        return list(worst.values())
 
     def first(self) -> Entry | None:
         """Return the first entry, in order of execution, at which the candidate diverges; None if none does."""
         return next((entry for entry in self.entries if entry.diverges), None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to dicts, lists, strings and numbers; numbers may be inf."""
-        return {
-            "names": list(self.names),
-            "about": dict(self.about),
-            "not_finite": self.not_finite,
-            "limit": LIMIT,
-            "entries": [{**asdict(entry), "diverges": entry.diverges} for entry in self.entries],
-            "modules": [{**asdict(module), "worst": self.entries.index(module.worst)} for module in self.modules()],
-        }
-
-    def report(self, path: str | Path) -> None:
+    def report(self, path: str | Path, *, command: str | None = None) -> None:
         """Write one self-contained HTML page with pictures and their tables.
 
         Args:
             path: the file; missing folders are created.
+            command: the command that made the comparison, shown on the page.
         """
-        write_comparison(self.to_dict(), path)
+        entries, modules, first = self.entries, self.modules(), self.first()
+        reference, candidate = self.names
+        facts = [f"{counted(len(entries), 'tensor')} in {counted(len(modules), 'module')}."]
+        facts += [f"{name}: {value}." for name, value in self.about.items()]
+        runs = join([element("code", candidate), " against ", element("code", reference)])
+        top = header("halfstep numerics", "Where two runs part", runs, made_by(command), " ".join(facts))
+        said = [f"{_said_of_reference(reference, self.not_finite)}."] if self.not_finite else []
+        said += [] if first is None else [f"First divergence: {first}."]
+        parts = [top, note(" ".join(said) or "No module adds more error than roundoff explains.")]
+        if entries:
+            parts.append(section("What each module adds", _modules(modules)))
+            parts.append(section("Errors in the order of execution", _errors(entries)))
+        write_page(path, f"{candidate} against {reference}", parts)
 
     def __str__(self) -> str:
         first, found = self.first(), self.modules()
@@ -166,41 +145,12 @@ class Comparison(Shown):
             text.append(_said_of_reference(reference, self.not_finite))
         if first is not None or not self.not_finite:
             text.append("no divergence" if first is None else f"first divergence: {first}")
-        rows = [["module", "excess", "added", "inherited", "error", "at", "dtype", "why"]]
-        for module in found[:_SHOWN]:
-            errors = [f"{n:.2g}" for n in (module.excess, module.added, module.inherited, module.error)]
-            rows.append([module.module, *errors, _at(module.worst), module.worst.dtype, module.worst.why or "."])
+        rows = [_COLUMNS, *map(_row, found[:_SHOWN])]
         more = [f"and {counted(len(found) - _SHOWN, 'more module')}"] if len(found) > _SHOWN else []
         return "\n".join([*text, "", *aligned(rows, right=range(1, 5)), *more])
 
 
 # ---- the page
-
-
-def write_comparison(comparison: Mapping[str, Any], path: str | Path, *, command: str | None = None) -> None:
-    """Write one self-contained HTML page with the pictures of a comparison and their tables.
-
-    Args:
-        comparison: the result of ``Comparison.to_dict()``.
-        path: the file; missing folders are created.
-        command: the command that made the comparison, shown on the page.
-    """
-    saved = [{name: value for name, value in each.items() if name != "diverges"} for each in comparison["entries"]]
-    reference, candidate = comparison["names"]
-    about, not_finite = comparison["about"], comparison.get("not_finite", "")
-    found = Comparison([Entry(**each) for each in saved], (reference, candidate), about, not_finite)
-    entries, modules, first = found.entries, found.modules(), found.first()
-    facts = [f"{counted(len(entries), 'tensor')} in {counted(len(modules), 'module')}."]
-    facts += [f"{name}: {value}." for name, value in about.items()]
-    runs = join([element("code", candidate), " against ", element("code", reference)])
-    top = header("halfstep numerics", "Where two runs part", runs, made_by(command), " ".join(facts))
-    said = [f"{_said_of_reference(reference, not_finite)}."] if not_finite else []
-    said += [] if first is None else [f"First divergence: {first}."]
-    parts = [top, note(" ".join(said) or "No module adds more error than roundoff explains.")]
-    if entries:
-        parts.append(section("What each module adds", _modules(modules)))
-        parts.append(section("Errors in the order of execution", _errors(entries)))
-    write_page(path, f"{candidate} against {reference}", parts)
 
 
 def _said_of_reference(name: str, not_finite: str) -> str:
@@ -209,7 +159,7 @@ def _said_of_reference(name: str, not_finite: str) -> str:
     return f"{name} is {what} as well: precision is not the cause. It began at {where}"
 
 
-def _modules(modules: Sequence[ModuleError]) -> Markup:
+def _modules(modules: Sequence[Entry]) -> Markup:
     shown = modules[:_MOST_BARS]
     finite = [module.excess for module in shown if math.isfinite(module.excess)]
     longest = max(_length(max([*finite, LIMIT])), _length(LIMIT) * 1.6)
@@ -226,14 +176,9 @@ def _modules(modules: Sequence[ModuleError]) -> Markup:
     )
     if len(shown) < len(modules):
         text += f" These are the {len(shown)} of {len(modules)} modules that add the most."
-    names = ["module", "times roundoff", "added", "inherited", "error", "at", "dtype", "why"]
-    body = []
-    for module in modules[:_MOST_ROWS]:
-        worst = module.worst
-        shares = map(_share, (module.added, module.inherited, module.error))
-        body.append([module.module, f"{module.excess:.2g}", *shares, _at(worst), worst.dtype, worst.why])
+    table = numbers("Numbers", _COLUMNS, map(_row, modules[:_MOST_ROWS]), "The module that adds the most is first.")
     picture = bars("What each module adds", description, rows, mark=_length(LIMIT) / longest, value_name="added")
-    return figure(picture, numbers("Numbers", names, body, "The module that adds the most is first."), caption=text)
+    return figure(picture, table, caption=text)
 
 
 def _errors(entries: Sequence[Entry]) -> Markup:
@@ -258,29 +203,23 @@ def _errors(entries: Sequence[Entry]) -> Markup:
         low=low,
         high=high,
     )
-    names = ["module", "op", "pass", "dtype", "error", "inherited", "added", "times roundoff", "why"]
-    body = [
-        [
-            entry.module,
-            f"{entry.op} #{entry.occurrence}" if entry.occurrence else entry.op,
-            "backward" if entry.backward else "forward",
-            entry.dtype,
-            *map(_share, (entry.error, entry.inherited, entry.added)),
-            f"{entry.excess:.2g}",
-            entry.why,
-        ]
-        for entry in entries[:_MOST_ROWS]
-    ]
     text = (
         "The relative error of each tensor, in order of execution; tensors without an error are left out. Crosses are "
         "divergences, triangles are inf or NaN."
     )
     caption = None if len(entries) <= _MOST_ROWS else f"The first {_MOST_ROWS} of {len(entries)} tensors."
-    return figure(picture, numbers("All tensors", names, body, caption), caption=text)
+    return figure(picture, numbers("All tensors", _COLUMNS, map(_row, entries[:_MOST_ROWS]), caption), caption=text)
+
+
+def _row(entry: Entry) -> list[str]:
+    """Write the cells of an entry, in text and on a page; see ``_COLUMNS``."""
+    errors = [f"{n:.2g}" for n in (entry.excess, entry.added, entry.inherited, entry.error)]
+    return [entry.module, *errors, _at(entry), entry.dtype, entry.why or "."]
 
 
 def _at(entry: Entry) -> str:
-    return f"{entry.op} (backward)" if entry.backward else entry.op
+    """Name the op, with its occurrence if it is not the first, and the pass if it is the backward pass."""
+    return entry.op + f" #{entry.occurrence}" * (entry.occurrence > 0) + " (backward)" * entry.backward
 
 
 def _power_of(error: float) -> float:

@@ -1,4 +1,4 @@
-"""The report of a run: pictures of its exponents, its headroom, and the updates that rounding loses."""
+"""The report of a run: pictures of its exponents and its headroom, and tables of its numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ..pages import (
     write_page,
 )
 from .alarms import findings_in
-from .overview import Tensor, UpdateGrid, grids, tensors_of
+from .overview import Tensor, tensors_of
 
 __all__ = ["write_report"]
 
@@ -44,6 +44,7 @@ _NOTHING = "\N{EN DASH}"
 _MOST_ROWS = 48  # in a picture
 _HALF = {str(dtype).removeprefix("torch.") for dtype in HALF_DTYPES}
 _NAMES = {"output": "Outputs", "output_grad": "Gradients of outputs", "grad": "Gradients of parameters"}
+_UNCHANGED = 0.5  # share of the weights that an update leaves unchanged; from here on it stands out
 _COLORS = (
     ("cell normal", "numbers"),
     ("band range", "the range of the dtype"),
@@ -82,26 +83,23 @@ def write_report(
 
 def _content(rows: Sequence[Row], title: str, command: str | None, more: Sequence[Finding]) -> list[Markup]:
     tensors = tensors_of(rows)
-    lost = grids(rows)
     steps = sorted({row.step for row in rows})
     span = f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]:,} to {steps[-1]:,}"
     dtypes = ", ".join(sorted({row.dtype for row in rows}))
     about = f"{counted(len(tensors), 'tensor')} of {span}, in {dtypes}."
-    stands_out = section("What stands out", _findings([*findings_in(rows), *more], rows, lost))
+    stands_out = section("What stands out", _findings([*findings_in(rows), *more], rows, tensors))
     parts = [header("halfstep numerics", title, made_by(command), about), stands_out]
-    for kind in _NAMES:
+    for kind, name in [*_NAMES.items(), ("update", "Updates")]:
         if of_kind := [each for each in tensors if each.kind == kind and each.exponents]:
-            parts.append(section(f"{_NAMES[kind]}: the distribution of exponents", _exponents(kind, of_kind)))
+            parts.append(section(f"{name}: the distribution of exponents", _exponents(kind, name, of_kind)))
     parts.append(section("Headroom over time", *_headroom(tensors)))
-    if lost:
-        parts.append(section("Updates against the grid of the weights", _grid(lost)))
     return parts
 
 
 # ---- the sections
 
 
-def _findings(found: Sequence[Finding], rows: Sequence[Row], lost: Sequence[UpdateGrid]) -> Markup:
+def _findings(found: Sequence[Finding], rows: Sequence[Row], tensors: Sequence[Tensor]) -> Markup:
     """Make the section of findings: from a ``Monitor``'s rules, the likely cause first, and from the whole run."""
     said = [f"{e.code} {e.severity} at {e.where}: {e.message.rstrip('.')}. Fix: {e.fix.rstrip('.')}." for e in found]
     bad = [row for row in rows if not row.is_finite]
@@ -109,53 +107,56 @@ def _findings(found: Sequence[Finding], rows: Sequence[Row], lost: Sequence[Upda
         first = min(row.step for row in bad)
         names = [f"{row.module} ({row.tensor})" for row in bad if row.step == first]
         said.append(f"inf or NaN first at step {first:,}: in {listed(names)}.")
-    if rounded := [each for each in lost if each.lost >= 0.5]:
-        worst = max(rounded, key=lambda each: each.lost)
-        others = f" {len(rounded)} of {len(lost)} parameters lose at least half." if len(rounded) > 1 else ""
-        text = f"of the updates of {worst.name} are too small to change a weight in {worst.dtype}."
-        said.append(f"{_percent(worst.lost)} {text}{others}")
+    updates = [each for each in tensors if each.kind == "update"]
+    if still := [each for each in updates if each.last.dtype in _HALF and each.mean(_zeros) >= _UNCHANGED]:
+        worst = max(still, key=lambda each: each.mean(_zeros))
+        others = f" {len(still)} of {len(updates)} parameters keep at least half." if len(still) > 1 else ""
+        text = f"of the weights of {worst.name}, in {worst.last.dtype}, are the same after an update as before."
+        said.append(f"{_percent(worst.mean(_zeros))} {text}{others}")
     if not said:
         return paragraph("No findings: no overflow, no tensor close to one, and few values that are too small.")
     return element("ul", *(element("li", text) for text in said))
 
 
-def _exponents(kind: str, tensors: Sequence[Tensor]) -> Markup:
-    shown = _foremost(tensors, lambda each: each.headroom if kind == "output" else -each.mean(_low))
+def _exponents(kind: str, title: str, tensors: Sequence[Tensor]) -> Markup:
+    value_name, worst, share, alarm = "small", "the most small values", _low, 0.1
+    if kind == "output":
+        value_name, worst = "headroom", "the least headroom"
+    elif kind == "update":
+        value_name, worst, share, alarm = "unchanged", "the most unchanged weights", _zeros, _UNCHANGED
+    shown = _foremost(tensors, lambda each: each.headroom if kind == "output" else -each.mean(share))
     narrow = [each.last.range for each in shown if each.last.dtype == "float16"]
     ends = [at for within in narrow for at in (within.subnormal, within.overflow)]
     low, high = _limits([each.exponents for each in shown], ends)
     rows = []
     for each in shown:
         within, total = each.last.range, sum(each.exponents.values())
-        share = each.mean(_low)
         rows.append(
             Strip(
                 each.name,
-                _power_or_none(each.headroom) if kind == "output" else _percent(share),
+                _power_or_none(each.headroom) if kind == "output" else _percent(each.mean(share)),
                 {at: count / total for at, count in each.exponents.items()},
                 partial(_kind, within),
                 [Band(within.subnormal, within.normal, "subnormal"), Band(within.normal, within.overflow, "range")],
                 [within.subnormal + shift] if (shift := round(math.log2(each.last.scale))) else [],
-                alarming=each.headroom < 1.0 if kind == "output" else share >= 0.1,
+                alarming=each.headroom < 1.0 if kind == "output" else each.mean(share) >= alarm,
             )
         )
     scaled = [each.last.scale for each in shown if each.last.scale != 1.0]
     text = "Each row is a tensor, over all steps: the more values have an exponent, the stronger its color."
     if len(shown) < len(tensors):
-        worst = "the least headroom" if kind == "output" else "the most small values"
         text += f" These are the {len(shown)} of {len(tensors)} with {worst}."
     if scaled:
         text += (
             f" Values are shown without the loss scale. The last scale, {power(math.log2(scaled[-1]))}, shifts the "
             "range of the dtype to the left. Without it, all values left of the dashed line would have become 0."
         )
-    value_name = "headroom" if kind == "output" else "small"
     description = (
         f"{counted(len(shown), 'tensor')}. "
         f"The least headroom is {_power_or_none(min(each.headroom for each in shown))} in "
         f"{min(shown, key=lambda each: each.headroom).name}. The numbers are in the table below."
     )
-    picture = strips(_NAMES[kind], description, rows, low=low, high=high, value_name=value_name)
+    picture = strips(title, description, rows, low=low, high=high, value_name=value_name)
     return figure(
         key(*_COLORS), picture, numbers(f"Values of {counted(len(tensors), 'tensor')}", *_table(tensors)), caption=text
     )
@@ -232,44 +233,15 @@ def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
     return [figure(picture, numbers("The tensors with the least headroom", names, body, "Least first."), caption=text)]
 
 
-def _grid(lost: Sequence[UpdateGrid]) -> Markup:
-    shown = _foremost(lost, lambda each: -each.lost)
-    low, high = _limits([each.shares for each in shown], [-2, 2])
-    rows = [
-        Strip(
-            each.name,
-            _percent(each.lost),
-            each.shares,
-            lambda at: "low" if at < 0 else "normal",
-            marks=[0.0],
-            alarming=each.lost >= 0.5,
-        )
-        for each in shown
-    ]
-    whole = sum(each.lost for each in lost) / len(lost)
-    text = (
-        "The sizes of updates, in units of half the distance from a weight to the next number of its dtype. Updates "
-        "left of the line round away. Weights are the values that the optimizer steps: fp32 masters, if there are "
-        "any. Sizes of updates and weights are assumed to be independent, and updates of 0 are left out."
-    )
-    if len(shown) < len(lost):
-        text += f" These are the {len(shown)} of {len(lost)} parameters that lose the most."
-    description = f"{counted(len(shown), 'parameter')}. On average {_percent(whole)} of the updates are lost."
-    picture = strips(
-        "Updates against the grid of the weights", description, rows, low=low, high=high, value_name="lost"
-    )
-    body = [[each.name, each.dtype, _percent(each.lost)] for each in lost]
-    caption = "The share of updates that change nothing."
-    shares = numbers(f"Values of {counted(len(lost), 'parameter')}", ["parameter", "dtype", "lost"], body, caption)
-    colors = key(("cell low", "rounds to nothing"), ("cell normal", "changes the weight"))
-    return figure(colors, picture, shares, caption=text)
-
-
 # ---- inside
 
 
 def _low(row: Row) -> float:
     return row.subnormal + row.flushed
+
+
+def _zeros(row: Row) -> float:
+    return row.zeros
 
 
 def _foremost(items: Sequence[T], rank: Callable[[T], float]) -> list[T]:
@@ -284,9 +256,7 @@ def _foremost(items: Sequence[T], rank: Callable[[T], float]) -> list[T]:
     return [items[i] for i in sorted(sorted(range(len(items)), key=of)[:_MOST_ROWS])]
 
 
-def _limits(
-    histograms: Sequence[dict[int, float]] | Sequence[dict[int, int]], others: Sequence[int]
-) -> tuple[int, int]:
+def _limits(histograms: Sequence[dict[int, int]], others: Sequence[int]) -> tuple[int, int]:
     """Choose the limits of a picture that contain nearly all numbers."""
     seen = list(others)
     for counts in histograms:
