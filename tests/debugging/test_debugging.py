@@ -502,16 +502,16 @@ def line(op: str, dtype: str, tensor: str = "", **facts: object) -> str:
     return f"[PRECISION] in [device=gpu:0, op={op}, tensor={tensor}, dtype={dtype}], {given}"
 
 
-def compare(tmp_path: Path, **options: Any) -> tuple[list[dict[str, str]], str]:
+def compare(tmp_path: Path, **options: Any) -> list[dict[str, str]]:
     debugging.compare_accuracy(str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "out.xlsx"), **options)
     with (tmp_path / "out.csv").open() as file:
-        return list(csv.DictReader(file)), (tmp_path / "out.html").read_text()
+        return list(csv.DictReader(file))
 
 
 def test_the_numbers_are_those_of_paddles_sheet(tmp_path: Path) -> None:
     write(tmp_path / "a", FACTS["lines in fp32"])
     write(tmp_path / "b", FACTS["lines in fp16"])
-    rows, page = compare(tmp_path)
+    rows = compare(tmp_path)
     sheet = FACTS["excel sheets"]["worker_cpu"]["rows"][2:]
     assert len(rows) == len(sheet)
     for ours, theirs in zip(rows, sheet, strict=True):
@@ -522,8 +522,6 @@ def test_the_numbers_are_those_of_paddles_sheet(tmp_path: Path) -> None:
                 assert float(ours[f"{name} {what}"]) == pytest.approx(float(theirs[at + i]), rel=1e-4, abs=1e-6)
         for i, what in enumerate(("max_value", "min_value", "mean_value")):
             assert float(ours[f"ratio {what}"]) == pytest.approx(float(theirs[16 + i]), rel=1e-4)
-    assert page.count('class="differs"') == 3  # of "scale", in theirs, too
-    assert "No op has infinite results." in page
 
 
 def test_gradients_are_held_against_the_loss_scale(tmp_path: Path) -> None:
@@ -547,7 +545,7 @@ def test_gradients_are_held_against_the_loss_scale(tmp_path: Path) -> None:
             line("only16", "fp16", **facts, max=1.0, min=0.0, mean=0.5),
         ],
     )
-    rows, page = compare(tmp_path, loss_scale=128)
+    rows = compare(tmp_path, loss_scale=128)
     assert [(row["op_type"], row["infinite"]) for row in rows] == [
         *(("matmul_v2", "0"), ("exp", "1"), ("only32", "0"), ("matmul_v2_grad", "0"), ("only16", "0"))
     ]
@@ -555,16 +553,14 @@ def test_gradients_are_held_against_the_loss_scale(tmp_path: Path) -> None:
     assert rows[3]["tensor_name"] == "w@GRAD#0"
     assert float(rows[3]["ratio mean_value"]) == pytest.approx(128)
     assert rows[2]["other dtype"] == rows[4]["reference dtype"] == "--"
-    assert "Ops with infinite results: exp." in page
-    assert page.count('class="half"') == 4
-    assert page.count('class="differs"') == 3  # 0.4 for 0.5, and inf twice
+    assert [rows[0]["ratio mean_value"], rows[1]["ratio mean_value"]] == ["0.8", "inf"]
 
 
 def test_bfloat16_has_a_range_of_its_own(tmp_path: Path) -> None:
     facts = {"numel": 4, "num_zero": 0, "min": 1.0, "mean": 1.0}
     write(tmp_path / "a", [line("exp", "fp32", **facts, max=1e6)])
     write(tmp_path / "b", [line("exp", "bf16", **facts, max=1e6)])
-    rows, _ = compare(tmp_path)
+    rows = compare(tmp_path)
     assert rows[0]["infinite"] == "0"
 
 
@@ -588,7 +584,7 @@ def test_what_the_checker_writes_can_be_compared(tmp_path: Path) -> None:
         with amp.auto_cast(enable=enabled, level="O1", dtype="bfloat16", emulate=False):
             model(x)
         debugging.disable_tensor_checker()
-    rows, _ = compare(tmp_path)
+    rows = compare(tmp_path)
     assert [(row["op_type"], row["reference dtype"], row["other dtype"]) for row in rows] == [
         ("linear", "fp32", "bf16"),
         ("tanh", "fp32", "bf16"),

@@ -2,7 +2,7 @@
 
 ``halfstep.numerics`` sees more at less cost; use this module to port scripts and habits from Paddle. Differences from
 Paddle 3.3.1: no call reseeds a random generator, each config keeps its own op lists, ``debug_step`` works, an exception
-ends the collection or check that it interrupts, and ``compare_accuracy`` writes HTML and CSV.
+ends the collection or check that it interrupts, and ``compare_accuracy`` writes CSV.
 """
 
 from .accuracy import compare_accuracy

@@ -44,6 +44,7 @@ _NOTHING = "\N{EN DASH}"
 _MOST_ROWS = 48  # in a picture
 _HALF = {str(dtype).removeprefix("torch.") for dtype in HALF_DTYPES}
 _NAMES = {"output": "Outputs", "output_grad": "Gradients of outputs", "grad": "Gradients of parameters"}
+_RANKS = {"output": ("headroom", "the least headroom"), "update": ("unchanged", "the most unchanged weights")}
 _UNCHANGED = 0.5  # share of the weights that an update leaves unchanged; from here on it stands out
 _COLORS = (
     ("cell normal", "numbers"),
@@ -52,6 +53,7 @@ _COLORS = (
     ("band subnormal", "the subnormal part"),
     ("cell high", "one doubling from overflow"),
 )
+_zeros: Callable[[Row], float] = attrgetter("zeros")
 _TINY = 1e-3  # share of a row below which an exponent does not widen the picture
 
 
@@ -90,7 +92,8 @@ def _content(rows: Sequence[Row], title: str, command: str | None, more: Sequenc
     stands_out = section("What stands out", _findings([*findings_in(rows), *more], rows, tensors))
     parts = [header("halfstep numerics", title, made_by(command), about), stands_out]
     for kind, name in [*_NAMES.items(), ("update", "Updates")]:
-        if of_kind := [each for each in tensors if each.kind == kind and each.exponents]:
+        of_kind = [each for each in tensors if each.kind == kind]
+        if any(each.exponents for each in of_kind):
             parts.append(section(f"{name}: the distribution of exponents", _exponents(kind, name, of_kind)))
     parts.append(section("Headroom over time", *_headroom(tensors)))
     return parts
@@ -119,11 +122,9 @@ def _findings(found: Sequence[Finding], rows: Sequence[Row], tensors: Sequence[T
 
 
 def _exponents(kind: str, title: str, tensors: Sequence[Tensor]) -> Markup:
-    value_name, worst, share, alarm = "small", "the most small values", _low, 0.1
-    if kind == "output":
-        value_name, worst = "headroom", "the least headroom"
-    elif kind == "update":
-        value_name, worst, share, alarm = "unchanged", "the most unchanged weights", _zeros, _UNCHANGED
+    share: Callable[[Row], float] = _zeros if kind == "update" else _low
+    alarm = _UNCHANGED if kind == "update" else 0.1
+    value_name, worst = _RANKS.get(kind, ("small", "the most small values"))
     shown = _foremost(tensors, lambda each: each.headroom if kind == "output" else -each.mean(share))
     narrow = [each.last.range for each in shown if each.last.dtype == "float16"]
     ends = [at for within in narrow for at in (within.subnormal, within.overflow)]
@@ -238,10 +239,6 @@ def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
 
 def _low(row: Row) -> float:
     return row.subnormal + row.flushed
-
-
-def _zeros(row: Row) -> float:
-    return row.zeros
 
 
 def _foremost(items: Sequence[T], rank: Callable[[T], float]) -> list[T]:

@@ -7,7 +7,6 @@ from .charts import Band, Bar, Line, Strip, bars, between, lines, power, strips
 from .html import Markup, element, join
 from .parts import (
     Shown,
-    dense_table,
     facts,
     figure,
     header,
@@ -32,7 +31,6 @@ __all__ = [
     "Strip",
     "bars",
     "between",
-    "dense_table",
     "element",
     "facts",
     "figure",

@@ -10,7 +10,6 @@ from .html import Markup, element, join
 
 __all__ = [
     "Shown",
-    "dense_table",
     "facts",
     "figure",
     "header",
@@ -34,14 +33,13 @@ class Shown:
         return element("pre", str(self))
 
 
-def write_page(path: str | Path, title: str, parts: Iterable[Markup], *, wide: bool = False) -> None:
+def write_page(path: str | Path, title: str, parts: Iterable[Markup]) -> None:
     """Write a page that loads no other resources. It is light or dark, as the reader's system is.
 
     Args:
         path: the file; missing folders are created, and an existing file is replaced as a whole.
         title: the title in the browser's tab.
         parts: the parts from top to bottom.
-        wide: True if the page may be as wide as the window.
     """
     sheet = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     head = element(
@@ -52,7 +50,7 @@ def write_page(path: str | Path, title: str, parts: Iterable[Markup], *, wide: b
         element("title", title),
         element("style", Markup(sheet)),
     )
-    body = element("body", element("main", *parts, class_="wide" if wide else None))
+    body = element("body", element("main", *parts))
     write_text(path, f"<!doctype html>\n{element('html', head, body, lang='en')}\n")
 
 
@@ -65,16 +63,16 @@ def write_text(path: str | Path, text: str) -> None:
 # ---- text
 
 
-def header(kind: str | None, title: str, *lines: str | None) -> Markup:
+def header(kind: str, title: str, *lines: str | None) -> Markup:
     """Make the top of a page.
 
     Args:
-        kind: the tool that made the page, in small letters above the title; None for nothing.
+        kind: the tool that made the page, in small letters above the title.
         title: the heading.
         *lines: one paragraph each; None is left out.
     """
-    above = () if kind is None else (paragraph(kind),)
-    return element("header", *above, element("h1", title), *(paragraph(line) for line in lines if line is not None))
+    below = (paragraph(line) for line in lines if line is not None)
+    return element("header", paragraph(kind), element("h1", title), *below)
 
 
 def made_by(command: str | None) -> Markup | None:
@@ -118,28 +116,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], caption: str | No
     ]
     title = () if caption is None else (element("caption", caption),)
     inner = element("table", *title, element("thead", head), element("tbody", *body))
-    return _scrolling(inner, caption or "table", "scroll")
-
-
-def dense_table(
-    label: str, groups: Iterable[tuple[str, int]], names: Iterable[str], rows: Iterable[Iterable[tuple[str, str]]]
-) -> Markup:
-    """Make a table of many narrow columns whose cells may have colors.
-
-    Args:
-        label: the description for screen readers.
-        groups: pairs (name, number of columns below it).
-        names: the names of the columns.
-        rows: pairs (text, class in the style sheet or "") for each cell.
-    """
-    above = element("tr", *(element("th", name, colspan=width, scope="colgroup") for name, width in groups))
-    head = element("thead", above, element("tr", *(element("th", name, scope="col") for name in names)))
-    body = (element("tr", *(element("td", cell, class_=kind or None) for cell, kind in row)) for row in rows)
-    return _scrolling(element("table", head, element("tbody", *body)), label, "scroll dense")
-
-
-def _scrolling(inner: Markup, label: str, kind: str) -> Markup:
-    return element("div", inner, class_=kind, tabindex=0, role="region", aria_label=label)
+    return element("div", inner, class_="scroll", tabindex=0, role="region", aria_label=caption or "table")
 
 
 # ---- around pictures
