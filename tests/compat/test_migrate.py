@@ -232,7 +232,7 @@ def test_a_file_and_a_link_to_it_are_one(tmp_path: Path) -> None:
 
 def test_a_notebook_is_named_and_not_rewritten(tmp_path: Path) -> None:
     (tmp_path / "a.ipynb").write_text('{"source": "from apex import amp"}')
-    code, said = run(str(tmp_path), "--to", "halfstep", "--write")
+    code, said = run(str(tmp_path), "--write")
     assert (code, "a.ipynb:1: mentions Apex: a notebook, which is not rewritten" in said) == (0, True)
     code, said = run(str(tmp_path / "a.ipynb"))
     assert (code, "`jupyter nbconvert --to script`" in " ".join(said.split())) == (2, True)

@@ -79,7 +79,6 @@ CASES = [
     Case(Convolutions, torch.optim.SGD, 3e-2, FP16, {"momentum": 0.9, "nesterov": True}),
     Case(normed, torch.optim.SGD, 1.0, BF16, {"weight_decay": 1e-2}),
     Case(mlp, torch.optim.Adagrad, 1e-3),
-    Case(mlp, torch.optim.RMSprop, 1e-4),
     Case(mlp, Lion, 3e-4),
     Case(gaussian, optimizers.FusedAdam, 1e-4, BF16, {"weight_decay": 0.1}),
     Case(mlp, optimizers.FusedSGD, 1e-2, FP16, {"momentum": 0.9}),

@@ -88,20 +88,8 @@ def _migrate_file(path: Path) -> Migration | str:
         return why_not_read(error)
 
 
-def _refuse_torch(context: click.Context, option: click.Parameter, given: str | bool | None) -> None:
-    """Refuse the options of earlier versions, except ``--to halfstep``, which is the default."""
-    if given not in (None, False, "halfstep"):
-        raise click.UsageError(
-            "halfstep migrate no longer writes code for plain torch: --to torch, --accumulation and --o2-as-o1 were "
-            "removed. Use `halfstep migrate PATHS` to call halfstep, or `halfstep run SCRIPT` to run it as it is. "
-            'docs/from-apex.md has the torch.amp call for each call of Apex: "The same in torch.amp".'
-        )
-
-
 @click.command(epilog="Example: halfstep migrate src/ --write")
 @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--to", hidden=True, expose_value=False, callback=_refuse_torch)
-@click.option("--accumulation", "--o2-as-o1", is_flag=True, hidden=True, expose_value=False, callback=_refuse_torch)
 @click.option("--write", is_flag=True, help="change the files; otherwise only show what would change")
 def command(paths: tuple[Path, ...], write: bool) -> None:
     """Rewrite the calls of Apex in PATHS, files or folders, and show the difference.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from ..core.text import numbered
 from ..diagnostics.numerics import Monitor, Row, save_rows, write_report
 from ..diagnostics.numerics.monitor import TENSORS
 from ..diagnostics.observe.names import OUTSIDE
+from ..profiling.run import model_of
 from ..stepping.attached import AttachedOptimizer, creation_callbacks, observers
 from ..torch_internals.compiler_compat import compiled_from
 
@@ -90,7 +90,10 @@ class Monitors:
     def see_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Receive a step of any torch optimizer, which may be the first."""
         if optimizer not in self._seen:
-            self._begin(optimizer, _modules_of(optimizer))
+            model = model_of([optimizer])
+            while isinstance(inner := getattr(model, "module", compiled_from(model)), nn.Module):
+                model = inner
+            self._begin(optimizer, [model] if model is not None else [])
 
     def rows(self) -> list[Row]:
         """Return the rows of all models. With several models, names begin with the class of the model."""
@@ -118,21 +121,3 @@ def _of_model(row: Row, name: str) -> Row:
     """A row whose modules are named with their model."""
     began_in = row.began_in if row.began_in in ("", OUTSIDE) else f"{name}.{row.began_in}"
     return replace(row, module=f"{name}.{row.module}", began_in=began_in)
-
-
-def _modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-    """The module with most of an optimizer's parameters that is in no other module, without its wrappers."""
-    params = {*map(id, params_of(optimizer))}
-    holding = [
-        module
-        for module in gc.get_objects()
-        if issubclass(type(module), nn.Module) and not params.isdisjoint(map(id, module.parameters()))
-    ]
-    inner = {id(child) for module in holding for child in module.modules() if child is not module}
-    outermost = [module for module in holding if id(module) not in inner]
-    if not outermost:
-        return []
-    best = max(outermost, key=lambda module: len(params.intersection(map(id, module.parameters()))))
-    while isinstance(wrapped := getattr(best, "module", compiled_from(best)), nn.Module):
-        best = wrapped
-    return [best]

@@ -28,7 +28,7 @@ from .answer import Profile, profile_of
 from .machine import cores, denormal_cost, machine_of, thread_cost
 from .trace import FORWARD, STEP, parsed, trace_of
 
-__all__ = ["of_run", "profile"]
+__all__ = ["model_of", "of_run", "profile"]
 
 _WARMUP, _STEPS = 3, 5  # of a script: steps before the profiled ones, and these
 _OTHER = (
@@ -119,7 +119,7 @@ def of_run(run: Callable[[], Any], prepare: Callable[[nn.Module, Any], Any] | No
             return
         taken += 1
         if taken == 1 and prepare is not None:
-            if (model := _model_of(known)) is None:
+            if (model := model_of(known)) is None:
                 raise UsageError("No module has the parameters of this optimizer: there is no model to cast.")
             optimizer.zero_grad()  # gradients of the dtype that the weights had before
             prepare(model, optimizer)
@@ -141,10 +141,10 @@ def of_run(run: Callable[[], Any], prepare: Callable[[nn.Module, Any], Any] | No
         recorder.stop()
     if taken <= _WARMUP:
         return taken
-    return recorder.profile(_model_of(known), [unwrap(each) for each in known])
+    return recorder.profile(model_of(known), [unwrap(each) for each in known])
 
 
-def _model_of(optimizers: Sequence[Any]) -> nn.Module | None:
+def model_of(optimizers: Sequence[Any]) -> nn.Module | None:
     """Find the outermost module that has the parameters of optimizers."""
     held = {*map(id, params_of(*optimizers))}
     models = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]

@@ -7,7 +7,7 @@ import io
 import itertools
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,15 +83,9 @@ def _parsed(path: Path) -> list[Checked]:
 
 
 def _matched(reference: Sequence[Checked], other: Sequence[Checked], scale: float) -> list[list[str]]:
-    """Pair the lines of both logs in the order of the reference; a line of ``other`` alone keeps its place."""
+    """Pair the lines of both logs in the order of the reference; lines of ``other`` alone come last."""
     left, right = dict(_numbered(reference)), dict(_numbered(other))
-    places = {key: i for i, key in enumerate(left)}
-    at, after = -1, defaultdict(list)
-    for key in right:
-        at = max(at, places.get(key, -1))
-        if key not in left:
-            after[at].append(key)
-    keys = [*after[-1], *(each for i, key in enumerate(left) for each in (key, *after[i]))]
+    keys = dict.fromkeys([*left, *right])
     return [_row(f"{tensor}#{i}", left.get(key), right.get(key), scale) for key in keys for _, tensor, i in [key]]
 
 

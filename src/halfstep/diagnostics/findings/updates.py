@@ -1,6 +1,6 @@
 """The update of a known optimizer: the expression of its fused form, run on samples.
 
-The expressions come from ``optimizers``; RMSprop and Lion, which have no fused form, are defined here.
+The expressions come from ``optimizers``; Lion, which has no fused form, is defined here.
 """
 
 from __future__ import annotations
@@ -34,27 +34,6 @@ def _sgd(group: Hyper, t: torch.Tensor) -> Update:
 
 def _adagrad(group: Hyper, t: torch.Tensor) -> Update:
     return adagrad, adagrad_scalars({"lr_decay": 0.0, "adagrad_w_mode": False, **group}, t, 1.0)
-
-
-@elementwise_kernel()
-def rmsprop(
-    grad: Any, param: Any, square_avg: Any, grad_avg: Any, momentum_buffer: Any,
-    *, factor: Any, l2: Any, old: Any, new: Any, centered: Any, momentum: Any, lr: Any, eps: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Update one element by torch's RMSprop (Hinton, 2012; Graves, arXiv 1308.0850, if centered)."""
-    grad = grad * factor + param * l2
-    square_avg = square_avg * old + grad * grad * new
-    grad_avg = grad_avg * old + grad * new
-    variance = square_avg - grad_avg * grad_avg * centered
-    momentum_buffer = momentum_buffer * momentum + grad / (variance.sqrt() + eps)
-    kept = {"square_avg": square_avg, "grad_avg": grad_avg, "momentum_buffer": momentum_buffer}
-    return {"param": param - momentum_buffer * lr, **kept}
-
-
-def _rmsprop(group: Hyper, t: torch.Tensor) -> Update:
-    numbers = {"factor": 1.0, "l2": group["weight_decay"], "old": group["alpha"], "new": 1.0 - group["alpha"]}
-    numbers |= {"centered": float(group["centered"]), **{name: group[name] for name in ("momentum", "lr", "eps")}}
-    return rmsprop, numbers
 
 
 @elementwise_kernel()
@@ -133,14 +112,13 @@ _KNOWN = {
     "Adam": KnownUpdate(_adam, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
     "SGD": KnownUpdate(_sgd, ("momentum_buffer",)),
     "Adagrad": KnownUpdate(_adagrad, ("sum",)),
-    "RMSprop": KnownUpdate(_rmsprop, ("square_avg", "grad_avg", "momentum_buffer")),
     "Lion": KnownUpdate(_lion, ()),
 }
 _KNOWN |= {f"Fused{name}": _KNOWN[name] for name in ("Adam", "SGD", "Adagrad")}
 
 
 def known_update(optimizer: torch.optim.Optimizer) -> KnownUpdate | None:
-    """Find the update of torch's Adam, AdamW, SGD, Adagrad and RMSprop, their fused forms, and classes named Lion."""
+    """Find the update of torch's Adam, AdamW, SGD and Adagrad, their fused forms, and classes named Lion."""
     for cls in type(optimizer).__mro__:
         whose = cls.__module__.partition(".")[0]
         if cls.__name__ in _KNOWN and (whose in ("torch", "halfstep") or cls.__name__ == "Lion"):
