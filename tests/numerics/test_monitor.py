@@ -349,6 +349,13 @@ def test_a_monitor_may_come_before_amp() -> None:
     assert {row.step for row in of(monitor.rows(), "grad")} == {0, 1}
 
 
+def test_a_tied_weight_has_its_first_name() -> None:
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    model[1].weight = model[0].weight
+    rows = watched(*with_optimizer(model, torch.optim.SGD, lr=0.1), plainly)
+    assert [row.module for row in of(rows, "grad")] == ["0.weight"]
+
+
 def test_layers_and_weights_that_come_later_are_seen() -> None:
     model, optimizer = with_optimizer(net(), torch.optim.SGD, lr=0.1)
     with Monitor(model, optimizer, every=1) as monitor:
