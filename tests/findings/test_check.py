@@ -173,6 +173,7 @@ def test_wrapped_and_compiled_models() -> None:
     (found,) = halfstep.check(compiled, optimizer, batch=torch.randn(8, 16).bfloat16())[:1]
     assert found.where == "body.*, head.* (4 tensors, 128 weights)"
     assert len(halfstep.check(nn.DataParallel(model), optimizer)) == 2
+    halfstep.check(model, optimizer, batch=lambda: torch.func.vmap(model.head)(torch.randn(8, 80, 32).bfloat16()))
 
 
 def test_errors_come_first() -> None:

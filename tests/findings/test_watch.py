@@ -106,9 +106,10 @@ def test_a_step_that_another_scaler_skips_does_not_count() -> None:
 
 
 def test_weights_without_gradient_do_not_count() -> None:
-    table, optimizer = with_optimizer(nn.Embedding(100, 4), torch.optim.SGD, lr=1.0)
+    tables = nn.ModuleList([nn.Embedding(100, 4), nn.Embedding(100, 4, sparse=True)])
+    optimizer = torch.optim.SGD(tables.parameters(), lr=1.0)
     watch = halfstep.watch(optimizer, every=1)
-    table(torch.tensor([3, 5])).sum().backward()
+    sum(table(torch.tensor([3, 5])).sum() for table in tables).backward()
     optimizer.step()
     assert watch.findings() == []
     assert watch.fraction == 0.0

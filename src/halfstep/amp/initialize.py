@@ -205,7 +205,7 @@ def initialize(
         verbose=verbosity > 1,
         devices=modules.device_types(model_list),
         emulate=emulate,
-        retries=policy.casts_ops or (policy.param_dtype in HALF_DTYPES and policy.cast_ops is not False),
+        retries=policy.retries_ops,
     )
     scalers = [LossScaler(rule, name=f"loss scaler {i}", verbose=verbosity > 0) for i in range(num_losses)]
     session = Session(recipe.options, verbosity, scalers)

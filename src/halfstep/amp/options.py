@@ -41,8 +41,7 @@ class ResolvedProperties:
     @classmethod
     def of(cls, policy: Policy) -> ResolvedProperties:
         """Return the properties of a policy, with the nearest level."""
-        halves = policy.param_dtype in HALF_DTYPES
-        level = ("O2" if policy.master_weights else "O3") if halves else "O0"
+        level = "O2" if policy.master_weights else "O3" if policy.param_dtype in HALF_DTYPES else "O0"
         return cls(policy, "O1" if policy.casts_ops else level)
 
     @property
@@ -87,13 +86,12 @@ class Resolved:
             emulated: True if matrix products run in fp32 kernels, on a device without 16-bit units.
         """
         how = " Matrix products run in fp32 kernels, on 16-bit values." if emulated else ""
-        level = self.level
-        if level is None:
+        if self.level is None:
             return f"Policy {self.options.policy}.{how}"
         given = "".join(f", {name}={value}" for name, value in self.options.given.items() if name != "loss_scale")
-        name = level if level == "O0" else f"{level} in {dtype_name(self.half)}"
+        name = self.level if self.level == "O0" else f"{self.level} in {dtype_name(self.half)}"
         given += f", loss scale {loss_scale_text(self.options.policy.loss_scale)}"
-        return f"Opt level {name}: {LEVELS[level]}{given}.{how}"
+        return f"Opt level {name}: {LEVELS[self.level]}{given}.{how}"
 
 
 def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str, Any]) -> Resolved:
@@ -148,9 +146,8 @@ def with_precision(given: dict[str, Any]) -> dict[str, Any]:
     """
     precision = given.pop("precision")
     try:
-        more = dict(
-            precision if isinstance(precision, Mapping) else json.loads(Path(precision).read_bytes())["options"]
-        )
+        found = precision if isinstance(precision, Mapping) else json.loads(Path(precision).read_bytes())["options"]
+        more = dict(found)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArgumentValueError(f"precision={precision!r} is neither a dict nor a saved search: {error!r}.") from error
     for name, value in more.items():

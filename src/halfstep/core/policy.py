@@ -88,6 +88,11 @@ class Policy:
         """True if ops are cast by lists and the weights stay as they are; with 16-bit weights ops meet."""
         return self.op_lists is not None and self.param_dtype not in HALF_DTYPES
 
+    @property
+    def retries_ops(self) -> bool:
+        """True if an op whose dtypes torch refuses is called again with dtypes that agree."""
+        return self.casts_ops or (self.param_dtype in HALF_DTYPES and self.cast_ops is not False)
+
     @classmethod
     @removed_arguments("keep_casts")
     def from_level(cls, level: str, dtype: torch.dtype | str = torch.float16) -> Policy:

@@ -36,6 +36,7 @@ from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_hoo
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_hooks
 from torch._C._autograd import _saved_tensors_hooks_is_enabled as saved_hooks_allowed  # type: ignore[attr-defined]
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._C._functorch import peek_interpreter_stack as functorch_level
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
@@ -116,6 +117,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "is_fake",
     "is_flattened",
+    "is_functorch_wrapped_tensor",
     "is_torchs_mode",
     "is_traceable_wrapper_subclass",
     "is_view",

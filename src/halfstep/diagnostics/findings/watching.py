@@ -98,7 +98,7 @@ class Watch:
             return
         self._poll(wait=False)
         params = [p for p in params_of(optimizer) if p.is_floating_point() and can_sample(p)]
-        params = [p for p, grad in zip(params, get_grads(params), strict=True) if grad is not None]
+        params = [p for p, grad in zip(params, get_grads(params), strict=True) if grad is not None and can_sample(grad)]
         if params and not capturing(params[0].device):
             self._before = _losses(optimizer, draw(params))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.checks import check_count
+from ...core.checks import check_count, check_kind
 from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentTypeError, ArgumentValueError
 from ...core.loss_scale import make_loss_scale
@@ -86,8 +86,7 @@ def compare_step(
     if reference not in (torch.float32, torch.float64):
         raise ArgumentValueError(f"reference={reference} must be torch.float32 or torch.float64.")
     check_count("samples", samples)
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"compare_step takes a torch.nn.Module, not {type(model).__name__}.")
+    check_kind("model of compare_step", model, nn.Module, "a torch.nn.Module")
     refuse(model)
     names = qualified_names(model)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...casting.scope import NO_CASTING
-from ...core.checks import check_count
+from ...core.checks import check_count, check_kind
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.inner_optimizers import params_of, unwrap
 from ...formats.findings import RULES as OF_FORMATS
@@ -93,8 +93,7 @@ class Monitor:
             check_count(name, number)
         if isinstance(tensors, str) or not tensors or not set(tensors) <= set(TENSORS):
             raise ArgumentValueError(f"tensors={tensors!r} must be a tuple of some of {TENSORS}.")
-        if not isinstance(scaler, (torch.amp.GradScaler, NoneType)):
-            raise ArgumentTypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, not {type(scaler).__name__}.")
+        check_kind("scaler of Monitor", scaler, (torch.amp.GradScaler, NoneType), "a torch.amp.GradScaler or None")
         self._model = model
         self._every = every
         self._kinds = frozenset(tensors)

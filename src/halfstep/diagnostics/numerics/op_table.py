@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.checks import check_kind
 from ...core.dtypes import dtype_name
-from ...core.errors import ArgumentTypeError
 from ...core.text import counted
 from ..observe.counted import CountedOp, counting
 from ..observe.names import qualified_names
@@ -137,8 +137,7 @@ def op_table(step: Callable[[], Any], model: nn.Module | None = None) -> OpTable
     Raises:
         ArgumentTypeError: if ``model`` is neither a module nor None.
     """
-    if not isinstance(model, (nn.Module, NoneType)):
-        raise ArgumentTypeError(f"op_table takes a torch.nn.Module as model, or None, not {type(model).__name__}.")
+    check_kind("model of op_table", model, (nn.Module, NoneType), "a torch.nn.Module or None")
     watch, counted = counting(None if model is None else qualified_names(model), casts=True)
     with watch:
         step()

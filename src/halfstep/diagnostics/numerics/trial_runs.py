@@ -102,8 +102,10 @@ def as_candidate(model: nn.Module, policy: Policy | None) -> Iterator[None]:
         else:
             stack.enter_context(as_reference(model, torch.float32))
             half = policy.compute_dtype if policy.compute_dtype in HALF_DTYPES else None
-            lists = policy.op_lists
-            casting = OpCasting(half, lists, enabled=lists is not None, devices=modules.device_types([model]))
+            devices = modules.device_types([model])
+            casting = OpCasting(
+                half, policy.op_lists, enabled=policy.casts_ops, devices=devices, retries=policy.retries_ops
+            )
             prepare_model(model, policy, casting=casting, wide_grads=policy.master_weights)
             stack.enter_context(casting)
         yield

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.shards import ORDINARY, is_sharded, local
-from ...torch_internals.torch_compat import is_fake, is_traceable_wrapper_subclass
+from ...torch_internals.torch_compat import is_fake, is_functorch_wrapped_tensor, is_traceable_wrapper_subclass
 
 __all__ = [
     "MOST_TENSORS",
@@ -75,10 +75,12 @@ def draw(tensors: Sequence[torch.Tensor]) -> list[Drawn]:
 def can_sample(tensor: torch.Tensor) -> bool:
     """True if a tensor has a value in memory for each element.
 
-    Sparse, nested and quantized tensors, tensors without storage and packed tensors of other libraries do not.
+    Sparse, nested and quantized tensors, tensors without storage, packed tensors of other libraries and tensors within
+    a transform of ``torch.func`` do not.
     """
     if type(tensor) in ORDINARY:
-        return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+        missing = tensor.is_meta or tensor.is_nested or tensor.is_quantized or is_functorch_wrapped_tensor(tensor)
+        return tensor.layout is torch.strided and not missing
     return not is_fake(tensor) and (is_sharded(tensor) or not is_traceable_wrapper_subclass(tensor))
 
 
