@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-import statistics
 from pathlib import Path
 
 import pytest
@@ -260,14 +259,10 @@ def test_levels_of_one_seed_start_alike_and_see_the_same_data() -> None:
 
 @pytest.mark.exhaustive
 def test_16_bit_levels_learn_as_well_as_fp32() -> None:
-    accuracy: dict[str, list[float]] = {"O0": [], "O1": [], "O2": []}
-    for seed in range(2):
-        for result in training.train(DemoSettings(list(accuracy), CPU, torch.bfloat16, epochs=4, seed=seed, width=24)):
-            accuracy[result.level].append(100 * result.test_accuracy)
-    mean = {level: statistics.fmean(values) for level, values in accuracy.items()}
-    assert mean["O0"] > 95
-    assert mean["O1"] > mean["O0"] - 1, accuracy
-    assert mean["O2"] > mean["O0"] - 1, accuracy
+    runs = training.train(DemoSettings(["O0", "O1", "O2"], CPU, torch.bfloat16, epochs=4, seed=0, width=24))
+    accuracy = {result.level: 100 * result.test_accuracy for result in runs}
+    assert accuracy["O0"] > 95
+    assert min(accuracy.values()) > accuracy["O0"] - 1, accuracy
 
 
 def test_demo_leaves_amp_usable(demo_output: tuple[str, str]) -> None:

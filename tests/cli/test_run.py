@@ -107,17 +107,11 @@ def work(rank):
     from apex.fp16_utils import FP16_Optimizer
     print("worker", FP16_Optimizer.__module__.split(".")[0], flush=True)
 
-def pooled(x):
-    import apex
-    return apex.__name__
-
 if __name__ == "__main__":
     import apex
     from apex import amp
     mp.spawn(work, nprocs=1)
     print(next(iter(DataLoader(Data(), num_workers=1, multiprocessing_context="spawn", batch_size=None))))
-    with mp.get_context("spawn").Pool(1) as pool:
-        print(pool.map(pooled, [1]))
     import subprocess
     subprocess.run([sys.executable, "-c", "import apex; print(apex.__name__)"], check=True)
     print(amp.__name__)
@@ -125,17 +119,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("device", [[], ["--device", "cpu"]])
-def test_processes_that_a_script_starts_find_apex(device: list[str], tmp_path: Path) -> None:
+def test_processes_that_a_script_starts_find_apex(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORKERS)
-    status, out, error = ending([*RUN, *device, "train.py"], tmp_path)
+    status, out, error = ending([*RUN, "--device", "cpu", "train.py"], tmp_path)
     assert status == 0, error
-    cuda = str(bool(device) or torch.cuda.is_available())
     name = "halfstep.compat.apex"
     assert out.splitlines() == [
         "worker halfstep",
-        str([f"{name}.amp", f"{name}.amp_C", cuda]),
-        str([name]),
+        str([f"{name}.amp", f"{name}.amp_C", "True"]),
         name,
         f"{name}.amp",
     ]

@@ -88,6 +88,7 @@ def test_the_notebook_runs_and_prints_what_it_shows() -> None:
             assert_shown("".join("".join(output["text"]) for output in cell["outputs"]), found)
 
 
+@pytest.mark.exhaustive
 def test_a_script_of_2019_prints_what_its_page_shows() -> None:
     command = [sys.executable, "-m", "halfstep", "run", "--device", "cpu", str(ROOT / "examples/simple/of_2019.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -125,6 +125,7 @@ def test_each_step_is_the_published_one(name: str, case: Case, form: Any) -> Non
 
 
 @pytest.mark.costly
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="Triton does not interpret here"
 )

@@ -251,7 +251,10 @@ def test_a_parameter_that_left_keeps_its_gradient() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("loss_scale", "ordinary", "emulated"), [(1.0, 12.0, 12.5), (64.0, 16.0, 16.0)])
+@pytest.mark.parametrize(
+    ("loss_scale", "ordinary", "emulated"),
+    [(1.0, 12.0, 12.5), pytest.param(64.0, 16.0, 16.0, marks=pytest.mark.exhaustive)],
+)
 def test_ten_bytes_a_parameter(loss_scale: float, ordinary: float, emulated: float, tiny_buckets: None) -> None:
     """Weight 2, remainder 2, first moment 2, second moment 4, and the gradient of one layer of 8."""
     arguments: Any = {"layers": 8, "loss_scale": loss_scale, "device": torch.device("cpu")}

@@ -60,8 +60,7 @@ def forward_of(model: nn.Module, level: str | None, dtype: torch.dtype) -> Calla
     return forward
 
 
-@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.exhaustive), 0.5])
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.parametrize(("accumulate", "clip"), [(3, 0.5), pytest.param(1, None, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("level", "dtype", "make", "scaler"), SETUPS)
 def test_it_is_the_loop(level: str | None, dtype: Any, make: Any, scaler: str, accumulate: int, clip: Any) -> None:
     model, optimizer = brought_up(level, dtype, make)
