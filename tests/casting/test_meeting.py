@@ -492,12 +492,21 @@ class Product(torch.autograd.Function):
         return gradient.mm(b.t()), a.t().mm(gradient)
 
 
+class PlainProduct(torch.autograd.Function):
+    """Multiplies a 16-bit gradient by fp32 operands."""
+
+    forward = staticmethod(Product.forward.__wrapped__)
+    backward = staticmethod(Product.backward.__wrapped__)
+
+
+@pytest.mark.parametrize("function", [Product, PlainProduct])
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_function_with_custom_bwd_has_its_gradient_under_auto_cast(level: str, half: torch.dtype) -> None:
+def test_a_function_has_its_gradient_after_auto_cast(level: str, half: torch.dtype, function: Any) -> None:
+    """Nothing but the graph refers to the block."""
     a, b = (A.clone().requires_grad_() for _ in range(2))
     with amp.auto_cast(level=level, dtype=half):
-        found = Product.apply(a, b)
+        found = function.apply(a, b)
     assert found.dtype is half
     found.float().sum().backward()
     torch.testing.assert_close(a.grad, torch.ones(4, 4) @ A.t(), atol=TOLERANCE[half], rtol=TOLERANCE[half])

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..core.dtypes import HALF_DTYPES
 from ..torch_internals.torch_compat import Dirichlet
-from .containers import map_tensors
+from .containers import map_tensors, tensors_in
 from .current import Patches, thread
 from .dispatch import count_changed_op
 from .rules import CASTABLE
@@ -37,8 +37,6 @@ def with_inputs_cast(remember: Callable[[Any], Any], autograd_patches: Patches, 
     @functools.wraps(own.__func__)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         casting = thread.mode.config
-        if casting.retries and not casting.by_call and not cls.__module__.startswith("torch."):
-            autograd_patches.hold_while(casting)
         if cls is CheckpointFunction:
             args = (remember(args[0]), *args[1:])
         elif cls is Dirichlet and casting.retries and args[0].dtype in HALF_DTYPES:
@@ -50,7 +48,13 @@ def with_inputs_cast(remember: Callable[[Any], Any], autograd_patches: Patches, 
             if dtype is not None and not torch.is_autocast_enabled(kind):
                 count_changed_op()
                 args = map_tensors(lambda t: t.to(dtype) if t.dtype in CASTABLE and t.device.type == kind else t, args)
-        return own.__func__(cls, *args, **kwargs)
+        result = own.__func__(cls, *args, **kwargs)
+        if casting.retries and not casting.by_call and not cls.__module__.startswith("torch."):
+            autograd_patches.hold_while(casting)
+            for node in {tensor.grad_fn for tensor in tensors_in(result)} - {None}:
+                # User code may not keep the casting until the backward pass.
+                node.metadata["halfstep"] = casting  # type: ignore[union-attr, index]
+        return result
 
     return classmethod(apply)
 

@@ -50,9 +50,6 @@ Rule = Callable[["CastMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]
 """A function that casts and runs one call of an op, given the mode, the op, its arguments and its keyword arguments."""
 
 _Tensor, _OVERLOADS = torch.Tensor, {OpOverload, OpOverloadPacket}
-_is_autocast_enabled = torch.is_autocast_enabled
-_get_autocast_dtype = torch.get_autocast_dtype
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 ByNumbers = tuple[Rule, Rule | None, tuple[type, ...], int]
@@ -153,7 +150,7 @@ class CastMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one call of an op by its rule, and retry the call if torch refuses its dtypes."""
-        if _is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
             table = self.plan.recorded
             rule = table.get(method_name(func) or func)
         else:
@@ -205,12 +202,12 @@ class CastMode(TorchFunctionMode):
         """
         kind, config = "cpu" if tensor.is_cpu else tensor.device.type, self.config
         if kind in config.native:
-            return _get_autocast_dtype(kind) if _is_autocast_enabled(kind) else None
+            return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return config.dtype if kind in config.devices else None
 
     def native_on(self) -> list[str]:
         """Return the device types on which native autocast is on."""
-        return [device for device in self.config.devices if device in NATIVE and _is_autocast_enabled(device)]
+        return [device for device in self.config.devices if device in NATIVE and torch.is_autocast_enabled(device)]
 
     def weight(self, value: Any) -> Any:
         """Return the 16-bit copy of an fp32 weight, and any other value unchanged."""

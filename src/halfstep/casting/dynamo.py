@@ -19,6 +19,7 @@ from ..torch_internals.compiler_compat import (
     enter_autocast,
     never_traced,
     not_by_itself,
+    restore_dtypes_after_trace,
     traced_as_constant,
     tracer_follows_autocast,
 )
@@ -48,6 +49,7 @@ def eager(function: F) -> F:
 @traced_as_constant
 def _prepare_mode(key: str, explicit: bool) -> str:
     """Create the mode of a casting. Dynamo calls this function while it traces, without tracing it."""
+    restore_dtypes_after_trace(NATIVE)
     name = f"{key} {explicit}"
     if name not in _modes:
         mode = _modes[name] = CastMode()

@@ -29,7 +29,6 @@ from .rules import CASTABLE, bind, match_self, promote, to_float, without_native
 __all__ = ["call_again", "refused_rule"]
 
 _ASSIGNMENTS = ("__setitem__", "index_put_", "put_")
-_FILLS = (*_ASSIGNMENTS, "fill")
 
 
 def call_again(mode: CastMode, rule: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[bool, Any]:
@@ -75,7 +74,7 @@ def _call_again(mode: CastMode, rule: Rule, func: Callable[..., Any], args: Any,
         except RuntimeError:  # refused again; the first error says more
             continue
         return True, result
-    fills = "out" not in kwargs and (name in _FILLS or computes(name))
+    fills = "out" not in kwargs and (name in (*_ASSIGNMENTS, "fill") or computes(name))
     if fills and target is not None and target.dtype in HALF_DTYPES:
         with contextlib.suppress(RuntimeError):  # it has no kernel for 16 bits, or a number that they do not have
             return True, write_in_fp32(mode, func, target, args, kwargs)

@@ -46,7 +46,6 @@ __all__ = [
 logger = logging.getLogger("halfstep")
 
 _is_compiling = torch.compiler.is_compiling
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 _CONTAINERS = (list, tuple, Mapping)
 _ATOMS = {int, float, bool, str, type(None), torch.dtype}  # `isinstance(1, Mapping)` takes half a microsecond
@@ -90,7 +89,7 @@ def _uncast(mode: CastMode, func: Callable[..., Any], /, *args: Any, **kwargs: A
 def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Call an op with native autocast off on every device, because its lists differ from the lists of the casting."""
     on = mode.native_on()
-    if _is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _without_native_compiled(on, func, args, kwargs)
     for device in on:
         torch.set_autocast_enabled(device, False)
@@ -111,14 +110,15 @@ def _without_native_compiled(on: list[str], func: Callable[..., Any], args: Any,
 # ---- casts
 
 
-def _cast(mode: CastMode, value: Any, target: torch.dtype | None, name: str, cache: WeightCache | None = None) -> Any:
+def _cast(mode: CastMode, value: Any, target: torch.dtype | None, name: str) -> Any:
     """Cast the fp32 and 16-bit tensors of an argument, including tensors in lists, tuples and dicts.
 
-    A target of None casts each tensor to ``CastMode.half_of``.
+    A target of None casts each tensor to ``CastMode.half_of``. Only casts of weights are cached: a cached cast of an
+    input would exist until the scope ends.
     """
     if not isinstance(value, torch.Tensor):
         if isinstance(value, _CONTAINERS):
-            return map_tensors(lambda tensor: _cast(mode, tensor, target, name, cache), value)
+            return map_tensors(lambda tensor: _cast(mode, tensor, target, name), value)
         return value
     dtype = value.dtype
     if dtype is target or dtype not in CASTABLE:
@@ -129,8 +129,9 @@ def _cast(mode: CastMode, value: Any, target: torch.dtype | None, name: str, cac
             return value
     elif mode.half_of(value) is None:
         return value
-    if cache is not None and dtype is torch.float32 and value.is_leaf and not _is_compiling():
-        return _from_cache(mode, cache, value, target, name)
+    is_weight = value.is_leaf and (value.requires_grad or type(value) is Parameter)
+    if is_weight and dtype is torch.float32 and mode.cache is not None and not _is_compiling():
+        return _from_cache(mode, mode.cache, value, target, name)
     if mode.config.verbose:
         _log_cast(name, dtype, target)
     return value.float() if target is torch.float32 else value.to(target)  # float() takes a microsecond less
@@ -152,20 +153,18 @@ def _log_cast(name: str, source: torch.dtype, target: torch.dtype) -> None:
     logger.info("%s->%s (%s)", *names, name)
 
 
-def _call_in(
-    target: torch.dtype | None, name: str, mode: CastMode, func: Any, args: Any, kwargs: Any, cache: Any = None
-) -> Any:
+def _call_in(target: torch.dtype | None, name: str, mode: CastMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Call an op with its arguments cast to one dtype; see ``_cast``."""
     if kwargs:
         if kwargs.get("out") is not None:
             return func(*args, **kwargs)
-        kwargs = {key: _cast(mode, a, target, name, cache) for key, a in kwargs.items()}
-    return func(*[a if type(a) in _ATOMS else _cast(mode, a, target, name, cache) for a in args], **kwargs)
+        kwargs = {key: _cast(mode, a, target, name) for key, a in kwargs.items()}
+    return func(*[a if type(a) in _ATOMS else _cast(mode, a, target, name) for a in args], **kwargs)
 
 
 def to_half(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Cast every fp32 and 16-bit argument to the 16-bit dtype."""
-    return _call_in(None, name, mode, func, args, kwargs, mode.cache)
+    return _call_in(None, name, mode, func, args, kwargs)
 
 
 def to_float(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -273,7 +272,7 @@ def emulated(
     args = _rounded(mode, half, name, args, kept)
     kwargs = dict(zip(kwargs, _rounded(mode, half, name, kwargs.values(), kept), strict=True)) if kwargs else kwargs
     call = functools.partial(func, *args, **kwargs)
-    if _is_dynamo_compiling() or is_any_autocast_enabled():
+    if torch.compiler.is_dynamo_compiling() or is_any_autocast_enabled():
         call = functools.partial(without_native, mode, func, args, kwargs)
     result = run_product(call, kept, half, kind) if kept else call()
     if not isinstance(result, torch.Tensor):
@@ -339,4 +338,4 @@ def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str
 
 def unflatten(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Replace ``Tensor.unflatten`` while Dynamo traces, which cannot follow its ``super()`` in a mode (torch 2.13)."""
-    return (torch.unflatten if _is_dynamo_compiling() else func)(*args, **kwargs)
+    return (torch.unflatten if torch.compiler.is_dynamo_compiling() else func)(*args, **kwargs)

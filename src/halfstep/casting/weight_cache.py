@@ -23,8 +23,6 @@ _MOST = 4096
 """The number of entries at which the cache is cleared: the graph of a cast keeps its weight alive, even if user code no
 longer refers to it."""
 
-_is_grad_enabled = torch.is_grad_enabled
-
 
 class WeightCache:
     """The 16-bit casts of leaf tensors in one thread.
@@ -75,7 +73,7 @@ class WeightCache:
                 cast_to is dtype
                 and version == weight._version
                 and address == weight.data_ptr()
-                and (has_graph == weight.requires_grad or not _is_grad_enabled())
+                and (has_graph == weight.requires_grad or not torch.is_grad_enabled())
                 and (not inference or torch.is_inference_mode_enabled())
             ):
                 if not isinstance(cast, Operand):

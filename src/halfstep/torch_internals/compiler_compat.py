@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import sys
@@ -42,6 +43,7 @@ __all__ = [
     "not_by_itself",
     "own_code",
     "register_backend",
+    "restore_dtypes_after_trace",
     "show_to_modes",
     "size_expression",
     "size_value",
@@ -141,6 +143,16 @@ def tracer_follows_autocast() -> bool:
     """True if Dynamo, which calls this while tracing, follows ``enter_autocast``; torch 2.11's does not."""
     in_graph = sys.modules["torch._dynamo.trace_rules"].torch_non_c_binding_in_graph_functions
     return f"{enter_autocast.__module__}.{enter_autocast.__name__}" not in in_graph
+
+
+def restore_dtypes_after_trace(devices: tuple[str, ...]) -> None:
+    """Let Dynamo, which is tracing now, restore the dtypes of native autocast if it gives up the trace.
+
+    Dynamo itself restores all other settings that ``enter_autocast`` changes (torch 2.13).
+    """
+    output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+    for device in devices:
+        output.add_cleanup_hook(functools.partial(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device)))
 
 
 def compile_errors() -> tuple[type[Exception], ...]:

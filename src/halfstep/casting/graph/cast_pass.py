@@ -16,6 +16,7 @@ from ...core.oplists.dtypes import ANY, FLOAT, HALF, dtypes, needs_fp32, numbers
 from ...core.oplists.tables import Op, words
 from ...torch_internals.compiler_compat import codegen_of
 from ..emulation import Emulate
+from ..rules import CASTABLE
 from .emulated_products import canonical_name, emulate_products, op_name
 from .grouped_casts import cast_together
 from .min_cut import fewest_casts
@@ -26,7 +27,6 @@ GUARD = "halfstep_fp16_guard"
 """The key under which ``fp16_guard`` marks nodes."""
 
 _CASTS = words("to _to_copy type_as")
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SMALL = 2**14  # elements
 
 
@@ -313,7 +313,7 @@ def _val(node: fx.Node) -> Any:
 
 
 def _floating(node: fx.Node) -> bool:
-    return isinstance(value := _val(node), torch.Tensor) and value.dtype in _FLOATS
+    return isinstance(value := _val(node), torch.Tensor) and value.dtype in CASTABLE
 
 
 def _precision(node: fx.Node) -> str:
