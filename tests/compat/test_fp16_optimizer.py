@@ -570,19 +570,3 @@ def test_checkpoints_of_apex(pickled: dict[str, Any], scale: float, unskipped: i
     assert ours.loss_scale == scale
     assert ours.loss_scaler.state_dict()["unskipped"] == unskipped
     assert torch.equal(values(ours.fp32_from_fp16_groups[0]), values(optim.fp32_from_fp16_groups[0]))
-
-
-# ---- what it refuses
-
-
-# ---- under other machinery
-
-
-def test_compiled_model() -> None:
-    eager, compiled = linear(), linear()
-    fast = torch.compile(compiled, backend="aot_eager")
-    ours, expected = make(compiled, static_loss_scale=64.0), make(eager, static_loss_scale=64.0)
-    for t in range(3):
-        for optim, model in ((ours, fast), (expected, eager)):
-            once(optim, loss_on(model, t))
-    assert torch.equal(values(compiled.parameters()), values(eager.parameters()))

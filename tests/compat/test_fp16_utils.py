@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import halfstep.fp16_utils as fp16_utils
 from benchmarks.__main__ import main
@@ -29,6 +30,8 @@ from halfstep.fp16_utils import (
 )
 from tests.parameters.test_loss_scale import PATTERNS
 from tests.support.apex_recording import assert_near, batch, golden, grid, net
+from tests.support.fp16_training import values
+from tests.support.worlds import unscaled_step
 
 FACTS = golden("apex_fp16_utils")
 
@@ -220,6 +223,27 @@ def test_parameters_without_gradients(dtype: torch.dtype, flat: bool) -> None:
     before = model[1].weight.detach().clone()
     master_params_to_model_params(params, masters, flat_master=flat)
     assert torch.equal(model[1].weight, before)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["plain", "flat"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_training_with_master_parameters_by_hand(dtype: torch.dtype, flat: bool) -> None:
+    """The loop of Apex's documentation, against fp32 training to the bits of the dtype."""
+    model, reference = net().to(dtype), net()
+    model_params, master_params = prep_param_lists(model, flat_master=flat)
+    optimizer = torch.optim.SGD(master_params, lr=0.1)
+    exact = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for t in range(5):
+        x, y, _ = batch(t)
+        model.zero_grad()
+        F.cross_entropy(model(x.to(dtype)).float(), y).backward()
+        model_grads_to_master_grads(model_params, master_params, flat_master=flat)
+        optimizer.step()
+        master_params_to_model_params(model_params, master_params, flat_master=flat)
+        unscaled_step(F.cross_entropy(reference(x), y), exact)
+    masters = torch.cat([m.detach().flatten() for m in master_params])
+    assert torch.equal(values(model_params), masters.to(dtype).float())
+    torch.testing.assert_close(masters, values(reference.parameters()), rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
 def test_flat_gradient_pieces_are_views() -> None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 import pickle
+import types
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep import amp
+from halfstep import DynamicLossScale, amp
 from halfstep.core.errors import UsageError
 from tests.support.apex_recording import fill, grid
 from tests.support.fp16_training import values
@@ -61,6 +62,7 @@ def test_properties() -> None:
     plain, other = amp.init(), amp.init(enable_caching=False, verbose=True)
     assert (plain.has_cache, plain.verbose) == (True, False)
     assert (other.has_cache, other.verbose) == (False, True)
+    assert plain._scaler.rule == DynamicLossScale()
     plain._clear_cache()
     plain.remove_cache(torch.ones(1))
 
@@ -75,6 +77,36 @@ def test_verbose_shows_casts_unless_the_program_chose_another_level(
     F.linear(torch.ones(1, 3), torch.ones(2, 3))
     lines = capsys.readouterr().err.splitlines()
     assert lines == ([] if level else ["Float->Half (linear)"] * 2)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_verbose_lists_the_casts_of_a_network(caching: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The network and the list of an article of June 2018."""
+    caplog.set_level(logging.INFO, logger="halfstep")
+    amp.init(enable_caching=caching, verbose=True, dtype=torch.float16)
+    convolutions = [nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(10, 20, 5), nn.MaxPool2d(2), nn.ReLU()]
+    linear_layers = [nn.Linear(320, 50), nn.ReLU(), nn.Linear(50, 10)]
+    model = nn.Sequential(*convolutions, nn.Flatten(), *linear_layers, nn.LogSoftmax(1))
+    assert model(torch.zeros(1, 1, 28, 28)).dtype == torch.float32
+    casts = [message for message in caplog.messages if "->" in message]
+    # Input, two weights and two biases; two weights and two biases; its input.
+    assert casts == ["Float->Half (conv2d)"] * 5 + ["Float->Half (linear)"] * 4 + ["Half->Float (log_softmax)"]
+
+
+ARGUMENTS = (torch.ones(2), torch.ones(2).half(), torch.ones(2).bfloat16())
+
+
+@pytest.mark.parametrize("when", ["before init", "after init"])
+@pytest.mark.parametrize(("kind", "wanted"), [("half", HALF), ("float", torch.float32), ("promote", torch.float32)])
+def test_functions_of_the_user_s_own(kind: str, wanted: torch.dtype, when: str) -> None:
+    backend = types.SimpleNamespace(run=lambda *tensors: [t.dtype for t in tensors])
+    handle = amp.init() if when == "after init" else None
+    decorated = getattr(amp, f"{kind}_function")(backend.run)
+    getattr(amp, f"register_{kind}_function")(backend, "run")
+    handle = handle or amp.init()
+    assert decorated(*ARGUMENTS) == backend.run(*ARGUMENTS) == [wanted] * 3
+    handle._deactivate()
+    assert decorated(*ARGUMENTS) == backend.run(*ARGUMENTS) == [t.dtype for t in ARGUMENTS]
 
 
 def test_weights_written_between_forwards_are_seen() -> None:

@@ -1,7 +1,7 @@
 """Gradient accumulation on two ranks at O2, as an article on Apex did it, with the article's numbers where right.
 
-The article shows that Apex got wrong gradients with reduction off, and two ways around that. Its model is
-``Linear(1, 1)``, and the inputs of the two ranks are 1 and 2.
+Apex got wrong gradients with reduction off, and the article has two ways around that. Its model is ``Linear(1, 1)``,
+and the inputs of the two ranks are 1 and 2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.processes import Ranks
 Row = tuple[list[float], list[float | None], list[float]]
 
 
-def run(rank: int, method: str, window: int, steps: int, scale: float) -> list[Row]:
+def run(rank: int, method: str, scale: float) -> list[Row]:
     """(weights, master gradients, model gradients) after each micro-step, before the optimizer's step."""
     model: Any = nn.Linear(1, 1)
     with torch.no_grad():
@@ -34,8 +34,8 @@ def run(rank: int, method: str, window: int, steps: int, scale: float) -> list[R
     model.zero_grad()
     optimizer.zero_grad()
     x, rows = torch.tensor([[1.0 + rank]]), []
-    for i in range(steps):
-        last = (i + 1) % window == 0
+    for i in range(6):
+        last = i % 3 == 2
         model.require_backward_grad_sync = last and method != "by hand"
         assert amp._amp_state.loss_scalers[0].loss_scale() == scale  # the article prints it
         loss = model(x).mean()
@@ -60,32 +60,11 @@ def run(rank: int, method: str, window: int, steps: int, scale: float) -> list[R
     return rows
 
 
-@pytest.mark.parametrize("level", ["without amp", "O0", "O1", "O2"])
-def test_gradients_add_up(level: str) -> None:
-    """The article's first test, which is without Apex, and the same with amp at each level."""
-    model: Any = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if level != "without amp":
-        model, optimizer = amp.initialize(
-            model, optimizer, opt_level=level, dtype=torch.bfloat16, loss_scale=128.0, verbosity=0
-        )
-    params, seen = list(model.parameters() if level == "without amp" else amp.master_params(optimizer)), []
-    for _ in range(3):
-        loss = model(torch.tensor([[1.0]])).mean()
-        if level == "without amp":
-            loss.backward()
-        else:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-        seen.append([p.grad.item() for p in params])
-    assert seen == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
-
-
 @pytest.mark.parametrize("scale", [1.0, 128.0])
 @pytest.mark.parametrize("method", ["delayed", "by hand", "plain"])
 def test_windows_of_three(ranks: Ranks, method: str, scale: float) -> None:
     """Method 1 delays the unscaling, method 2 reduces what the window has so far by hand; here neither is needed."""
-    first, second = ranks.run(run, method, 3, 6, scale)
+    first, second = ranks.run(run, method, scale)
     assert [row[0] for row in first] == [row[0] for row in second]
     for row in (first[2], second[2], first[5], second[5]):
         assert row[1] == [4.5, 3.0]
@@ -95,13 +74,3 @@ def test_windows_of_three(ranks: Ranks, method: str, scale: float) -> None:
         assert [row[2] for row in first[:2]] == [[1.0, 1.0], [2.0, 2.0]], "unscaled at once"
         assert [row[2] for row in second[:2]] == [[2.0, 1.0], [4.0, 2.0]]
         assert first[2][2] == second[2][2] == [4.5, 3.0]
-
-
-@pytest.mark.parametrize("scale", [1.0, 128.0])
-def test_what_went_wrong(ranks: Ranks, scale: float) -> None:
-    """Apex had 2.5 on one rank and 3.5 on the other, and from then on two different models."""
-    first, second = ranks.run(run, "plain", 2, 4, scale)
-    assert [row[0] for row in first] == [row[0] for row in second]
-    for rows in (first, second):
-        assert [rows[1][1], rows[3][1]] == [[3.0, 2.0]] * 2
-    assert first[2][0] == pytest.approx([0.1121 - 0.3, 0.5968 - 0.2], abs=2e-4)

@@ -10,28 +10,36 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 
 PADDLE = "Paddle's guide, Automatic Mixed Precision Training"
+FP16_UTILS = "Apex's documentation, apex.fp16_utils"
+ACCUMULATION = "an article on gradient accumulation in several processes"
 HANDLE = "an article of June 2018 on amp.init() and its handle"
 
 EXAMPLES = {
-    ("Apex's documentation, apex.fp16_utils", "compat/test_apex_fp16_utils_page.py"): {
-        "FP16_Optimizer in two lines": "test_two_lines_changed",
-        "dynamic_loss_scale=True": "test_dynamic_loss_scaling",
-        "the loss scale printed and set": "test_reading_and_setting_the_loss_scale",
-        "backward, of one loss and of two": "test_backward",
-        "clip_master_grads": "test_clip_master_grads",
-        "state_dict and load_state_dict": "test_saving_and_loading",
-        "step with a closure": "test_step_with_a_closure",
-        "prep_param_lists and what goes with it": "test_manual_master_parameters",
+    (FP16_UTILS, "compat/test_fp16_optimizer.py"): {
+        "FP16_Optimizer in two lines": "test_recorded_run",
+        "dynamic_loss_scale=True": "test_dynamic_defaults_are_those_documented",
+        "dynamic_loss_args": "test_dynamic_args_reach_the_scaler",
+        "the loss scale printed and set": "test_a_changed_scale_does_not_reach_back",
+        "backward, of one loss and of two": "test_backward_twice_adds_and_unscales_each_once",
+        "backward of two losses with update_master_grads": "test_delayed_unscaling_waits_for_whoever_asks_first",
+        "clip_master_grads after an overflow": "test_clip_and_inspect_tell_of_an_overflow",
+        "state_dict and load_state_dict": "test_resume_is_bit_exact",
+        "step with a closure": "test_recorded_lbfgs",
     },
-    (HANDLE, "compat/test_apex_handle_article.py"): {
-        "the casts of each iteration": "test_verbose_lists_the_casts",
-        "the algorithm of automatic loss scaling": "test_the_automatic_loss_scale",
-        "one optimizer": "test_one_optimizer",
-        "wrap_optimizer and two losses": "test_several_losses",
-        "a handle that does nothing": "test_disabled",
-        "half_function and its siblings": "test_function_annotation",
-        "register_half_function and its siblings": "test_explicit_registration",
+    (FP16_UTILS, "compat/test_fp16_utils.py"): {
+        "prep_param_lists and what goes with it": "test_training_with_master_parameters_by_hand"
     },
+    (FP16_UTILS, "amp/test_doors.py"): {
+        "clip_master_grads": "test_clipping_is_of_unscaled_gradients_and_an_overflow_skips"
+    },
+    (HANDLE, "compat/test_handle.py"): {
+        "the casts of each iteration": "test_verbose_lists_the_casts_of_a_network",
+        "the algorithm of automatic loss scaling": "test_properties",
+        "wrap_optimizer and two losses": "test_each_loss_has_a_scale_of_its_own",
+        "a handle that does nothing": "test_disabled_does_nothing",
+        "half_function, register_half_function and their siblings": "test_functions_of_the_user_s_own",
+    },
+    (HANDLE, "amp/test_doors.py"): {"one optimizer": "test_a_training_goes_where_fp32_goes"},
     (HANDLE, "compat/test_apex_amp_internals.py"): {
         "the lists of functions": "test_lists_have_the_names_of_the_original"
     },
@@ -59,11 +67,11 @@ EXAMPLES = {
         "3.2.2 O1": "test_amp_o1_training_mode_of_static_graph",
         "3.2.3 O2, without and with fp16_guard": "test_amp_o2_training_mode_of_static_graph",
     },
-    ("an article on gradient accumulation in several processes", "distributed/test_accumulation_article.py"): {
-        "accumulation without Apex": "test_gradients_add_up",
-        "what went wrong": "test_what_went_wrong",
-        "delay_unscale, and reduction by hand": "test_windows_of_three",
+    (ACCUMULATION, "distributed/test_accumulation_article.py"): {
+        "delay_unscale, and reduction by hand": "test_windows_of_three"
     },
+    (ACCUMULATION, "distributed/test_accumulation_across_processes.py"): {"what went wrong": "test_every_pattern"},
+    (ACCUMULATION, "amp/test_doors.py"): {"accumulation on one process": "test_a_training_goes_where_fp32_goes"},
 }
 
 

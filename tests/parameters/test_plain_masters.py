@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from halfstep.core.errors import UsageError
-from halfstep.parameters import held_masters
-from halfstep.parameters import master_registry as holders
 from halfstep.parameters.ledger import get_grads, set_grads
-from halfstep.parameters.plain import Plain, PlainMasters
-from halfstep.parameters.table import OptimizerTable, record_of
+from halfstep.parameters.plain import PlainMasters
+from halfstep.parameters.table import OptimizerTable
 from tests.support.worlds import BF16, FP16, in_both_halves
 
 FINE = 1.0 + 2.0**-12  # rounds to 1 in 16 bits
@@ -371,38 +369,3 @@ def test_a_resting_master_goes_with_its_parameter() -> None:
     del p
     gc.collect()
     assert master() is None
-
-
-# ---- who holds a master
-
-
-class Keeper:
-    replicated = False
-
-    def __init__(self, p: torch.Tensor, value: torch.Tensor | None) -> None:
-        self.there = None if value is None else Plain(p, value)
-
-    def find(self, p: torch.Tensor) -> Plain | None:
-        return self.there
-
-
-def test_the_first_holder_that_lives_is_asked() -> None:
-    p = param()
-    one, two = Keeper(p, torch.full((2,), FINE)), Keeper(p, None)
-    assert holders.keeper_of(p) is None
-    assert held_masters.master_of(p) is None
-    assert held_masters.write_master(p, torch.ones(2)) is None
-    for keeper in (one, two):
-        record_of(p).register(keeper)
-    assert holders.keeper_of(p) is one
-    assert held_masters.master_of(p).tolist() == [FINE, FINE]
-    assert held_masters.write_master(p, torch.full((2,), 2 + FINE)).tolist() == [3.0, 3.0]
-    p.data.fill_(3.0)
-    assert held_masters.master_of(p).tolist() == [2 + FINE] * 2
-    del one, keeper
-    gc.collect()
-    assert holders.keeper_of(p) is two
-    assert held_masters.write_master(p, torch.ones(2)) is None
-    three = Keeper(p, None)
-    assert (record_of(p).register(three), record_of(p).register(three)) == (True, False)
-    assert len(record_of(p).keepers) == 2, "the dead one is gone"
