@@ -64,6 +64,8 @@ def test_all_give_one_answer(form: str, given: list[str], half: torch.dtype, mon
     found = result_of(form, given, half, enabled=False)
     if isinstance(result_of(form, given, half, enabled=None), str):
         assert found == {dtype[dtypes(refused_row(op, in_place), given, in_place)[1]]}
+        if form == "trace":
+            pytest.skip("torch 2.11 has no 16-bit kernel of trace on a CPU, and halfstep does not retry recorded calls")
     monkeypatch.setattr(current, "is_recorded", lambda: True)
     assert result_of(form, given, half, enabled=False) == found
 

@@ -127,7 +127,10 @@ def test_the_signal_to_noise_ratio_is_above_torchaos_thresholds(name: str, bound
         assert decibels(mine, reference) > least
 
 
-@pytest.mark.parametrize("block", ["tensor", "row"])
+PER_ROW = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 has no scales of rows on a CPU")
+
+
+@pytest.mark.parametrize("block", ["tensor", pytest.param("row", marks=PER_ROW)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_agrees_with_torchs_own_fp8_kernel(block: str, dtype: torch.dtype) -> None:
     format = Format.parse("fp8_e4m3").replace(block=block)

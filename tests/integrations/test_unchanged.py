@@ -46,16 +46,19 @@ def assert_trains_on_masters(model: nn.Module, optimizer: Any, **options: Any) -
     assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
 
 
-def trained(model: nn.Module | None = None, steps: int = 4) -> nn.Module:
-    model = direct.classifier() if model is None else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def trained() -> nn.Module:
+    model, optimizer = with_optimizer(direct.classifier(), torch.optim.AdamW, lr=1e-2)
     amp.decorate(model, optimizer, level="O2", dtype="bfloat16")
-    fit(model, optimizer, steps)
+    fit(model, optimizer)
     model.optimizer = optimizer  # whose masters the model is saved from
     return model
 
 
 # ---- torch
+
+
+def warmup_and_decay(optimizer: Any) -> list[Any]:
+    return [schedulers.ConstantLR(optimizer, 0.1, 2), schedulers.ExponentialLR(optimizer, 0.9)]
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -66,13 +69,9 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "ConstantLR": lambda o: schedulers.ConstantLR(o, 0.5, 3),
     "LinearLR": lambda o: schedulers.LinearLR(o, 0.1, total_iters=4),
     "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.9),
-    "SequentialLR": lambda o: schedulers.SequentialLR(
-        o, [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)], [2]
-    ),
+    "SequentialLR": lambda o: schedulers.SequentialLR(o, warmup_and_decay(o), [2]),
     "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 5),
-    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
-        [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)]
-    ),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(warmup_and_decay(o)),
     "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=1),
     "CyclicLR": lambda o: schedulers.CyclicLR(o, 1e-4, 1e-2, step_size_up=2),
     "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
@@ -132,6 +131,7 @@ def test_averages_of_weights_are_fp32_means_of_the_masters() -> None:
     assert average(torch.randn(2, 12)).dtype is torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11, of its own copy
 def test_a_trained_model_is_exported() -> None:
     model = trained().eval()
     x = torch.randn(3, 12).bfloat16()

@@ -240,7 +240,7 @@ def result_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
         return x.dtype
     if listed is not None and device in listed[2] and (torch.compiler.is_compiling() or thread.mode.casts(x)):
         return listed[1] if listed[0] == "half" else torch.float32
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # not on the meta device
+    if device != "meta" and torch.is_autocast_enabled(device):  # torch raises an error about the meta device
         return torch.get_autocast_dtype(device)
     return weight.dtype
 

@@ -90,7 +90,8 @@ def _rule(op: _Op, mode: CastMode, func: Callable[..., Any], args: tuple[Any, ..
     given = dict(zip(_ARGUMENTS.get(op.name, ("input", "b")), args, strict=False))
     given |= {_SHORT.get(name, name): value for name, value in kwargs.items()}
     required, known = op.names
-    found = _COMPUTE[op.name](op, **given) if required <= given.keys() <= known else None
+    # Dynamo of torch 2.11 cannot compare frozensets with <=.
+    found = _COMPUTE[op.name](op, **given) if required.issubset(given) and known.issuperset(given) else None
     if found is not None:
         return found
     return func(*args, **kwargs) if op.otherwise is None else op.otherwise(mode, func, args, kwargs)
