@@ -16,7 +16,6 @@ from ..casting.user_functions import (
 from ..core.errors import PrecisionWarning, UnsafeOpError
 from ..core.hardware import is_bfloat16_supported, is_float16_supported
 from ..core.names_above import NAMES_ABOVE
-from ..core.removed import raise_removed
 from .auto_cast import auto_cast, autocast
 from .decorate import decorate
 from .give_masters import give_masters, has_masters
@@ -63,5 +62,4 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(".debugging", __name__)
     if name in ("init", "_amp_state", "set_products"):  # few scripts use them
         return NAMES_ABOVE[name]()
-    raise_removed(f"amp.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,6 @@ from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.hardware import accelerator, warn_if_absent, warn_if_slow
 from ..core.oplists import OpLists
-from ..core.removed import removed_arguments
 from ..torch_internals.compiler_compat import not_by_itself, traced_as_constant
 from .arguments import RecipeChoice
 from .options import lists_of
@@ -115,7 +114,6 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
     Source: Paddle's AMP guide, section 2.1.2.
     """
 
-    @removed_arguments("keep_casts")
     @not_by_itself
     def __init__(
         self,

@@ -10,11 +10,11 @@ from torch import nn
 from ..casting import modules
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.scope import OpCasting
+from ..core.aliases import aliases
 from ..core.checks import check_flag, check_switch
 from ..core.dtypes import default_half, parse_dtype, parse_half
 from ..core.errors import ArgumentValueError, UsageError
 from ..core.policy import Policy
-from ..core.removed import removed_arguments
 from ..stepping.prepare import check, prepare
 from ..torch_internals.torch_compat import InstanceNorm
 from .arguments import (
@@ -36,7 +36,7 @@ __all__ = ["decorate"]
 _NORMS = (modules.BatchNorm, nn.LayerNorm, InstanceNorm)
 
 
-@removed_arguments("keep_casts", opt_level="level")
+@aliases(opt_level="level")
 @typed
 def decorate(
     models: Any,

@@ -13,12 +13,12 @@ from torch import nn
 from ..casting import modules
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.scope import OpCasting, begin_session
+from ..core.aliases import aliases
 from ..core.checks import check_count, check_flag, check_kind
 from ..core.dtypes import HALF_DTYPES, StateForm, default_half, dtype_name, is_half
 from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
-from ..core.removed import removed_arguments
 from ..core.text import show_log
 from ..stepping.prepare import check, check_state_form, prepare
 from ..stepping.scaling_checks import ForgottenScale
@@ -43,7 +43,7 @@ __all__ = ["initialize"]
 logger = logging.getLogger("halfstep")
 
 
-@removed_arguments("keep_casts", level="opt_level")
+@aliases(level="opt_level")
 @typed
 def initialize(
     models: Any,

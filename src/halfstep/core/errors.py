@@ -10,7 +10,6 @@ __all__ = [
     "MissingNameError",
     "NotScriptableError",
     "PrecisionWarning",
-    "RemovedNameError",
     "UnsafeOpError",
     "UsageError",
 ]
@@ -53,10 +52,6 @@ class LossScaleCollapsed(HalfstepError):  # noqa: N818 - the name says what happ
 
 class MissingModuleError(HalfstepError, ModuleNotFoundError):
     """A module of Apex that halfstep does not have."""
-
-
-class RemovedNameError(HalfstepError, AttributeError):
-    """A public name of an earlier version of halfstep was removed."""
 
 
 class UnsafeOpError(HalfstepError, NotImplementedError):

@@ -12,7 +12,6 @@ from .dtypes import HALF_DTYPES, StateForm, dtype_name, parse_dtype, parse_half,
 from .errors import ArgumentValueError, HalfstepError, UsageError
 from .loss_scale import LossScaleSpec, loss_scale_text, parse_loss_scale
 from .oplists import OpLists
-from .removed import removed_arguments, what_replaces
 
 __all__ = ["LEVELS", "LossScaleSpec", "Policy", "check_policy", "parse_level"]
 
@@ -94,7 +93,6 @@ class Policy:
         return self.casts_ops or (self.param_dtype in HALF_DTYPES and self.cast_ops is not False)
 
     @classmethod
-    @removed_arguments("keep_casts")
     def from_level(cls, level: str, dtype: torch.dtype | str = torch.float16) -> Policy:
         """Make the policy of an opt level in a 16-bit dtype.
 
@@ -138,8 +136,9 @@ class Policy:
         for part in text.split(","):
             name, found, value = part.strip().partition("=")
             if not found or name not in names:
-                instead = what_replaces(f"{name}=") or f"Write name=value with a name among {', '.join(names)}."
-                raise ArgumentValueError(f"{part!r} is no field of a policy. {instead}")
+                raise ArgumentValueError(
+                    f"{part!r} is no field of a policy. Write name=value with a name among {', '.join(names)}."
+                )
             values[name] = cls._parse_field(name, value)
         return cls(**values)  # type: ignore[arg-type]
 
@@ -159,9 +158,6 @@ class Policy:
             return OpLists.parse(value) if name == "op_lists" else parse_dtype(value)
         except HalfstepError as error:
             raise ArgumentValueError(f"{name}={value!r}: {error}") from None
-
-
-Policy.__init__ = removed_arguments("keep_casts")(Policy.__init__)  # type: ignore[method-assign]
 
 
 def _shown(value: object) -> str:

@@ -18,7 +18,6 @@ from torch.autograd.graph import increment_version
 
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError
-from ..core.removed import removed_arguments
 from ..core.scalars import in_scalar_dtype
 from ..kernels.tensor_table import Number
 from ..parameters.unscale import clip_factor
@@ -150,7 +149,6 @@ class FusedOptimizer(FusedState):
             set_grad_mode(with_grad)  # Ctrl-C has come before the first line of the other `finally`
         return loss
 
-    @removed_arguments("offload")
     def attach(
         self, model: torch.nn.Module, *, release: bool = True, scaler: torch.amp.GradScaler | None = None
     ) -> GradientRelease:

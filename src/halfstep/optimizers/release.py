@@ -17,7 +17,6 @@ import torch
 
 from ..core.errors import UsageError
 from ..core.inner_optimizers import params_of
-from ..core.removed import raise_removed
 from ..core.scalars import in_scalar_dtype
 from ..kernels.tensor_table import Number
 from ..parameters.table import REDUCTIONS, Slot
@@ -96,10 +95,6 @@ class GradientRelease:
         self.forget()
 
     # ---- what a user calls
-
-    def __getattr__(self, name: str) -> Any:
-        raise_removed(f"optimizers.GradientRelease.{name}")
-        raise AttributeError(f"GradientRelease has no attribute {name!r}.", name=name, obj=self)
 
     def remove(self) -> None:
         """End gradient release: ``optimizer.step()`` steps all parameters again, as before ``attach``."""

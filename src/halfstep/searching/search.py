@@ -14,10 +14,10 @@ from torch import nn
 
 from ..amp.arguments import RecipeChoice
 from ..casting.scope import NO_CASTING
+from ..core.aliases import aliases
 from ..core.checks import check_count, check_kind, check_switch
 from ..core.dtypes import dtype_name, is_half, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.removed import removed_arguments
 from ..diagnostics.findings.forward import same_random_numbers
 from ..formats.layers import choose
 from ..formats.recipe import Recipe
@@ -36,7 +36,7 @@ _RANGE = {torch.float16: 2.0**15, torch.bfloat16: math.inf}
 """The size of a number, or the number of terms in a sum, from which on a unit comes first."""
 
 
-@removed_arguments(opt_level="level")
+@aliases(opt_level="level")
 def search(
     model: nn.Module,
     step: Callable[[nn.Module, Any], torch.Tensor],
