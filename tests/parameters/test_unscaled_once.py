@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from halfstep import amp
 from halfstep.amp.iteration import Iteration
 
 
-def params() -> list[torch.Tensor]:
+def params() -> list[Any]:
     made = [torch.zeros(2, requires_grad=True) for _ in range(2)]
     for p in made:
         p.grad = torch.ones(2)
@@ -41,22 +42,33 @@ CASES: dict[tuple[int, Callable[[torch.Tensor], object]], bool] = {
 @pytest.mark.parametrize(("losses", "change"), CASES)
 def test_a_gradient_is_unscaled_until_something_is_added(losses: int, change: Callable[[torch.Tensor], object]) -> None:
     p, other = params()
-    once = Iteration(noted=[[[p], [p.grad], []]])
+    once = Iteration(unscaled={id(p): (p.grad, None)})
     for _ in range(losses):
         once.fix_versions()
     change(p)
     assert once.among([other, p]) == ({id(p)} if CASES[losses, change] else set())
 
 
-def test_a_parameter_noted_twice_is_found_once_and_without_a_gradient_not_at_all() -> None:
+def test_a_parameter_without_a_gradient_is_not_unscaled() -> None:
     p, q = params()
-    once = Iteration(noted=[[[p, q], [p.grad, q.grad], []], [[p], [p.grad], []]])
+    once = Iteration(unscaled={id(p): (p.grad, None), id(q): (q.grad, None)})
     assert once.among([p, q]) == {id(p), id(q)}
     q.grad = None
     assert once.among([p, q]) == {id(p)}
-    once.noted.append([[q], [q.grad], []])
-    replace(q)  # a gradient that came after the note is still scaled
-    assert once.among([p, q]) == {id(p)}
+
+
+def test_what_another_optimizer_unscales_between_a_loss_and_its_pass_is_no_longer_unscaled_after_the_pass() -> None:
+    shared = nn.Parameter(torch.zeros(1))
+    first, second, third = (torch.optim.SGD([shared], lr=0.0) for _ in range(3))
+    scaler = amp.GradScaler(init_loss_scaling=128.0)
+    scaler.scale(shared.sum()).backward()
+    scaler.unscale_(first)
+    shared.grad.zero_()  # type: ignore[union-attr]
+    scaled = scaler.scale(shared.sum())
+    scaler.unscale_(second)
+    scaled.backward()
+    scaler.unscale_(third)
+    assert shared.grad.item() == 1.0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("first_with_two", [0, 1])

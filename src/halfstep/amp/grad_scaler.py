@@ -126,7 +126,7 @@ class GradScaler(ScalerSettings):
             if not (outputs.is_floating_point() or outputs.is_complex()):
                 raise ArgumentTypeError(f"scale needs a floating-point tensor, not a tensor of {outputs.dtype}.")
             self._iteration.losses += 1
-            if self._iteration.noted:
+            if self._iteration.unscaled:
                 self._iteration.fix_versions()
             self._moved_from = None
             self._home = self._home or outputs.device
@@ -318,7 +318,7 @@ class GradScaler(ScalerSettings):
         window.notify_closed(self._scaler, scale, by="" if max_norm is not None else "GradScaler")
         if any(record.scaler is not self._scaler for record in window.records):
             warn_scaled_twice(window, "this GradScaler")
-        done = iteration.among(params) if iteration.noted else set()
+        done = iteration.among(params) if iteration.unscaled else set()
         window.state = WindowState.FINISHING  # from here to `close` an interrupt drops the gradients
         iteration.states[id(optimizer)].update(stage=OptState.UNSCALED, found_inf_per_device={scale.device: found_inf})
         iteration.windows.append(window)
@@ -336,7 +336,8 @@ class GradScaler(ScalerSettings):
         window.close()
         if window.ranks.reductions:
             share_overflow(window.records, [window.ranks])
-        iteration.noted.append([params, [p.grad for p in params], []])
+        # The entries of `done` keep the versions from before the pass of a later loss.
+        iteration.unscaled.update({id(p): (p.grad, None) for p in params if p.grad is not None and id(p) not in done})
         return result
 
     def _evaluating(

@@ -20,22 +20,22 @@ __all__ = ["Iteration", "StepResult"]
 class Iteration:
     """The stage of each optimizer in an iteration, the overflow flags, and the gradients that are already unscaled.
 
-    Two optimizers of one scaler may share a parameter, whose gradient must be unscaled only once. It counts as unscaled
-    if it is the tensor in ``noted``, until a backward pass of a later loss adds to it. Changes before that
+    Several optimizers of one scaler may share a parameter, whose gradient must be unscaled only once. It counts as
+    unscaled if it is the tensor in ``unscaled``, until a backward pass of a later loss adds to it. Changes before that
     loss was scaled, such as clipping, do not count.
 
     Attributes:
         states: the stage and overflow flags of each optimizer, by its ``id``, in the format of torch's scaler.
         windows: the windows of the optimizers whose gradients were unscaled.
         losses: the number of scaled losses.
-        noted: for each optimizer, the parameters, the gradients that are unscaled, and the versions of these when the
-            next loss was scaled.
+        unscaled: for each parameter, by its ``id``, the gradient that was unscaled, and its version when the next loss
+            was scaled; None before that.
     """
 
     states: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(new_optimizer_state))
     windows: list[Window] = field(default_factory=list)
     losses: int = 0
-    noted: list[list[Any]] = field(default_factory=list)
+    unscaled: dict[int, tuple[torch.Tensor, int | None]] = field(default_factory=dict)
 
     def refuse_second(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse to unscale the gradients of an optimizer twice.
@@ -68,16 +68,16 @@ class Iteration:
 
     def fix_versions(self) -> None:
         """Record the versions of unscaled gradients when a loss is scaled, to which a pass of that loss may add."""
-        for entry in self.noted:
-            entry[2] = entry[2] or [None if grad is None else grad._version for grad in entry[1]]
+        for key, (grad, version) in self.unscaled.items():
+            self.unscaled[key] = grad, grad._version if version is None else version
 
     def among(self, params: Sequence[torch.Tensor]) -> set[int]:
         """Return the identities of the parameters whose gradients are already unscaled."""
-        mine, found = {id(p) for p in params if p.grad is not None}, set()
-        for noted, grads, versions in self.noted:
-            for i, (param, grad) in enumerate(zip(noted, grads, strict=True)):
-                if id(param) in mine and param.grad is grad and (not versions or versions[i] == grad._version):
-                    found.add(id(param))
+        found = set()
+        for param in params:
+            grad, version = self.unscaled.get(id(param), (None, None))
+            if grad is not None and param.grad is grad and version in (None, grad._version):
+                found.add(id(param))
         return found
 
 

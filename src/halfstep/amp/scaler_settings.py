@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from ..core.hardware import accelerator
 from ..core.loss_scale import DynamicLossScale, LossScaleSpec, make_loss_scale
 from ..parameters.loss_scaler import DeviceLossScaler
 
-__all__ = ["ScalerSettings", "check_interval"]
+__all__ = ["ScalerSettings"]
 
 
 def _getter(field: str, doc: str) -> Callable[[ScalerSettings], Any]:
@@ -64,9 +64,8 @@ class ScalerSettings(torch.amp.GradScaler):
         growth_interval: int | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        check_interval("incr_every_n_steps", incr_every_n_steps)
-        check_interval("growth_interval", growth_interval)
-        check_interval("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf)
+        check_count("incr_every_n_steps", incr_every_n_steps, never=True)
+        check_count("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf, never=True)
         rule = DynamicLossScale(
             init_scale=init_loss_scaling if init_scale is None else init_scale,
             growth_factor=incr_ratio if growth_factor is None else growth_factor,
@@ -99,10 +98,8 @@ class ScalerSettings(torch.amp.GradScaler):
             ArgumentValueError: for any other value.
         """
         rule = make_loss_scale(loss_scale)
-        if not isinstance(rule, DynamicLossScale):
-            return cls(rule.init_scale != 1.0, rule.init_scale, use_dynamic_loss_scaling=False)
-        scaler = cls(init_loss_scaling=rule.init_scale)
-        scaler._scaler.change(**{each.name: getattr(rule, each.name) for each in fields(rule) if each.init})
+        scaler = cls(rule.dynamic or rule.init_scale != 1.0, rule.init_scale)
+        scaler._scaler.rule = rule
         return scaler
 
     def _start(self, enabled: bool, rule: DynamicLossScale, dynamic: bool) -> None:
@@ -164,12 +161,7 @@ class ScalerSettings(torch.amp.GradScaler):
         """Set the count of overflowing steps in a row before the scale shrinks; None for never."""
         self._scaler.change(backoff_interval=new_decr_every_n_nan_or_inf)
 
-    # ---- torch's names: the getters are the same, the setters have other argument names
-
-    is_enabled = is_enable
-    get_growth_factor = get_incr_ratio
-    get_backoff_factor = get_decr_ratio
-    get_growth_interval = get_incr_every_n_steps
+    # ---- torch's names: its other getters and setters use the private names below
 
     def get_scale(self) -> float:
         """Return the current scale; 1.0 if the scaler is disabled. Reads the device."""
@@ -178,18 +170,6 @@ class ScalerSettings(torch.amp.GradScaler):
     def overflows(self) -> int:
         """Return the count of updates with an overflow. Reads the device; does not count replays of a CUDA graph."""
         return self._scaler.overflows() if self._enabled else 0
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale grows, above 1."""
-        self.set_incr_ratio(new_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale shrinks, between 0 and 1."""
-        self.set_decr_ratio(new_factor)
-
-    def set_growth_interval(self, new_interval: int | None) -> None:
-        """Set the count of finite steps in a row before the scale grows; None for never."""
-        self.set_incr_every_n_steps(new_interval)
 
     # ---- torch's private names, which trainers use
 
@@ -208,9 +188,9 @@ class ScalerSettings(torch.amp.GradScaler):
         return self._home.type if self._home is not None else accelerator() or "cpu"
 
     _init_scale = property(get_init_loss_scaling)
-    _growth_factor = property(get_incr_ratio, set_growth_factor)
-    _backoff_factor = property(get_decr_ratio, set_backoff_factor)
-    _growth_interval = property(get_incr_every_n_steps, set_growth_interval)
+    _growth_factor = property(get_incr_ratio, set_incr_ratio)
+    _backoff_factor = property(get_decr_ratio, set_decr_ratio)
+    _growth_interval = property(get_incr_every_n_steps, set_incr_every_n_steps)
 
     def _get_growth_tracker(self) -> int:
         return self._counts()[0] if self._enabled else 0
@@ -290,16 +270,6 @@ class ScalerSettings(torch.amp.GradScaler):
             return 0, 0
         now = self._scaler.state_dict()
         return int(now["unskipped"]), int(now.get("bad", 0))
-
-
-def check_interval(name: str, value: object) -> None:
-    """Check an interval, the count of steps in a row before the scale changes; None means never.
-
-    Raises:
-        ArgumentValueError: unless the interval is None or a whole number above 0.
-    """
-    if value is not None:
-        check_count(name, value, never=True)
 
 
 def _entry(state_dict: Mapping[str, Any], *names: str) -> float:

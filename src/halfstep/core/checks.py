@@ -108,11 +108,13 @@ def check_count(name: str, value: object, *, least: int = 1, never: bool = False
         name: the name of the value in the message.
         value: the value to check.
         least: the smallest number allowed.
-        never: True if the message should mention that None means never.
+        never: True to allow None, which means never.
 
     Raises:
         ArgumentValueError: if the value is not a whole number, or too small.
     """
+    if value is None and never:
+        return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         allowed = f"number above {least - 1}, or None for never" if never else f"number, {least} or more"
         raise ArgumentValueError(f"{name}={value!r} must be a whole {allowed}.")

@@ -160,8 +160,7 @@ class DynamicLossScale(LossScale):
             if getattr(self, name) is not None:
                 check_between(name, getattr(self, name), above=0.0)
         for name in ("growth_interval", "backoff_interval", "collapse_after"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), never=True)
+            check_count(name, getattr(self, name), never=True)
         check_kind("sticky_backoff", self.sticky_backoff, bool, "True or False")
         floor = _SMALLEST if self.min_scale is None else max(self.min_scale, _SMALLEST)
         ceiling = _LARGEST if self.max_scale is None else min(self.max_scale, _LARGEST)

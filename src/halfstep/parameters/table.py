@@ -72,7 +72,7 @@ class GradRecord:
 
     - ``p.grad`` itself: None if there is no gradient, and its dtype says if it is fp32 or as the pass computed it.
     - ``saved``: the gradient from before the open block.
-    - ``Iteration.noted`` (``amp/iteration.py``), only for a ``GradScaler`` between ``unscale_`` and ``update``: the
+    - ``Iteration.unscaled`` (``amp/iteration.py``), only for a ``GradScaler`` between ``unscale_`` and ``update``: the
       tensors that are already unscaled, because optimizers of one scaler may share a parameter.
 
     Attributes:
