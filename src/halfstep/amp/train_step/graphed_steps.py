@@ -93,24 +93,23 @@ class GraphedSteps:
         self._surroundings: tuple[dict[str, object], object] | None = None
         self._changes: list[str] = []  # for each change of the surroundings, what changed
         self._steps = StepCount.of(step.optimizer)
-        self._pending: GradientSlot | None = None  # holds this window's gradients while ``grad`` does not
         self._forget()
 
     def _forget(self) -> None:
-        self._passes: dict[tuple[int, int], _Passes] = {}
-        self._slots: dict[int, GradientSlot] = {}
+        self._passes: dict[int, _Passes] = {}
+        self._slot: GradientSlot | None = None  # where the passes leave the gradients for the update
         self._update: CudaGraph | None = None
         self._rates: list[tuple[torch.Tensor | None, list[float]]] = []
         # The step count after the latest step that read the gradients from where graphs leave them; -1 for none.
         self._steps_at_update = -1
 
-    def __call__(self, batch: tuple[Any, ...], signature: Signature, position: int, *, last: bool) -> torch.Tensor:
+    def __call__(self, batch: tuple[Any, ...], signature: Signature, *, first: bool, last: bool) -> torch.Tensor:
         """Take one step.
 
         Args:
             batch: the batch of the step.
             signature: the signature of the batch; receives how the step ran.
-            position: the number of earlier calls in this accumulation window.
+            first: True if no earlier call left gradients for the step.
             last: True if the optimizer steps at the end of this call.
 
         Returns:
@@ -119,24 +118,21 @@ class GraphedSteps:
         params = self._params()
         device = params[0].device if params else torch.device("cpu")
         reason = CudaGraph.obstacle(device) or self._obstacle(batch, params)
+        if not (first and last):
+            reason = reason or "gradients accumulate over several calls"
         if reason is not None:
-            return self._plain(batch, signature, position, reason, last=last)
+            return self._plain(batch, signature, reason, last=last)
         with CudaGraph.stream(device, self._stream) as self._stream:
-            if signature.calls > _WARM_UP * self._step.accumulate:
+            if signature.calls > _WARM_UP:
                 try:
-                    return self._graphed(batch, signature, min(position, 2), params, last=last)
+                    return self._graphed(batch, signature, params)
                 except _Refused as refused:
                     reason = str(refused)
-            return self._plain(batch, signature, position, reason, last=last)
+            return self._plain(batch, signature, reason, last=True)
 
     # ---- without a graph
 
-    def _plain(
-        self, batch: tuple[Any, ...], signature: Signature, position: int, reason: str | None, *, last: bool
-    ) -> torch.Tensor:
-        if position:
-            self._restore_gradients()
-        self._pending = None
+    def _plain(self, batch: tuple[Any, ...], signature: Signature, reason: str | None, *, last: bool) -> torch.Tensor:
         before = signature.reason
         signature.runs, signature.reason = "eager", None
         loss = self._step.backward(batch, signature, last=last)
@@ -150,83 +146,58 @@ class GraphedSteps:
 
     # ---- with graphs
 
-    def _graphed(
-        self, batch: tuple[Any, ...], signature: Signature, position: int, params: list[torch.Tensor], *, last: bool
-    ) -> torch.Tensor:
+    def _graphed(self, batch: tuple[Any, ...], signature: Signature, params: list[torch.Tensor]) -> torch.Tensor:
         self._compare_surroundings(params)
-        self._load_gradients(position, params)
+        if any(p.grad is not None for p in params):
+            raise _Refused("parameters have gradients from before the step")
         leaves, structure = tree_flatten(batch)
-        passes = self._passes.get((id(signature), position))
+        passes = self._passes.get(id(signature))
         if passes is None:
-            passes = self._record_passes(leaves, structure, signature, position, last=last)
+            passes = self._record_passes(leaves, structure, signature)
         for place, value in zip(passes.inputs, leaves, strict=True):
             if isinstance(value, torch.Tensor):
                 place.copy_(value, non_blocking=True)
         passes.graph.replay()
-        self._pending = self._slots[min(position, 1)]
         loss = passes.loss.clone()
         signature.runs, signature.reason = "CUDA graph", None
         signature.replays += 1
-        if last:
-            self._graphed_update()
-        else:
-            self._restore_gradients()  # user code may read, step with or clear the gradients
+        self._graphed_update()
         return loss
 
-    def _load_gradients(self, position: int, params: list[torch.Tensor]) -> None:
-        """Put the gradients of the window's earlier calls where the graphs of this position read them."""
-        if position == 0:
-            self._pending = None
-            if any(p.grad is not None for p in params):
-                raise _Refused("parameters have gradients from before the step")
-        else:
-            slot = self._slots.get(position - 1)
-            grads, flag = self._gradients()
-            if slot is None or not slot.accepts(grads, flag):
-                raise _Refused("an earlier call in this window had no graph")
-            slot.take(grads, flag)
-            self._take_gradients(slot)
-
-    def _record_passes(
-        self, leaves: list[Any], structure: Any, signature: Signature, position: int, *, last: bool
-    ) -> _Passes:
+    def _record_passes(self, leaves: list[Any], structure: Any, signature: Signature) -> _Passes:
         if len(self._passes) >= _MOST_GRAPHS:
             raise _Refused(f"{_MOST_GRAPHS} kinds of batches already have graphs")
         places = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
-        index = min(position, 1)
-        incoming = self._pending
 
         def passes() -> tuple[torch.Tensor, GradientSlot]:
-            loss = self._step.backward(tree_unflatten(places, structure), signature, last=last)
+            loss = self._step.backward(tree_unflatten(places, structure), signature, last=True)
             grads, flag = self._gradients()
-            slot = self._slots.get(index) or GradientSlot(grads, flag)
+            slot = self._slot or GradientSlot(grads, flag)
             if not slot.accepts(grads, flag):
                 raise _Refused("its gradients have other dtypes or shapes than the gradients of earlier graphs")
             slot.take(grads, flag)
             return loss, slot
 
-        self._restore_gradients()
         clear_cache()  # a graph must cast weights anew in each replay, and no other code may use its casts
         try:
-            graph, (loss, slot) = self._record(passes)
-        finally:  # nothing ran: the pending gradients are unchanged
-            self._take_gradients(incoming)
+            graph, (loss, self._slot) = self._record(passes)
+        finally:
+            self._step.optimizer.zero_grad(set_to_none=True)  # no gradients: nothing ran
             clear_cache()
-        self._slots[index] = slot
-        made = self._passes[id(signature), position] = _Passes(graph, places, loss, signature)
+        made = self._passes[id(signature)] = _Passes(graph, places, loss, signature)
         return made
 
     def _graphed_update(self) -> None:
-        """Step the optimizer from the pending gradients."""
+        """Step the optimizer from the gradients in the slot."""
         if self._steps_at_update != self._steps.taken:
             # One ordinary step tells the optimizer where the gradients are; this needs copies from the host.
             self._update = None
-            self._restore_gradients()
+            self._assign_gradients()
             self._step.update()
             self._steps_at_update = self._steps.taken
             return
         if self._update is None:
-            self._restore_gradients()
+            self._assign_gradients()
             try:
                 with self._rates_on_device():
                     self._update, _ = self._record(self._step.update)
@@ -245,7 +216,6 @@ class GraphedSteps:
         self._update.replay()
         increment_version(self._params())  # invalidate cached casts of the weights
         sync_held_masters()
-        self._pending = None
 
     def _record(self, function: Callable[[], T]) -> tuple[CudaGraph, T]:
         graph = CudaGraph(self._pool)
@@ -286,21 +256,14 @@ class GraphedSteps:
         records = [] if attached is None else attached.window.records
         return get_grads(self._params()), any_overflow(records) if records else None
 
-    def _restore_gradients(self) -> None:
-        """Assign the gradients that replays left in a slot to the parameters."""
-        if self._pending is None:
-            return
-        pairs = [(p, g) for p, g in zip(self._params(), self._pending.grads, strict=True) if g is not None]
+    def _assign_gradients(self) -> None:
+        """Assign the gradients that a replay left in the slot to the parameters."""
+        assert self._slot is not None
+        pairs = [(p, g) for p, g in zip(self._params(), self._slot.grads, strict=True) if g is not None]
         set_grads([p for p, _ in pairs], [g for _, g in pairs])
         attached = attached_to(self._step.optimizer)
-        if attached is not None and self._pending.flag is not None:
-            attached.window.records = [BackwardRecord(self._pending.flag, None, shared=True)]
-        self._pending = None
-
-    def _take_gradients(self, slot: GradientSlot | None) -> None:
-        """Clear the parameters' gradients; ``slot`` holds the gradients of the window, if there are any."""
-        self._step.optimizer.zero_grad(set_to_none=True)
-        self._pending = slot
+        if attached is not None and self._slot.flag is not None:
+            attached.window.records = [BackwardRecord(self._slot.flag, None, shared=True)]
 
     # ---- changes that graphs cannot see
 

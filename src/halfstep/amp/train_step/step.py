@@ -60,8 +60,8 @@ class TrainStep:
 
     With ``compiled=True`` the forward pass, the scaling of the loss and the backward pass are one compiled graph. The
     update is the optimizer's own step; for a fused optimizer this already is one compiled kernel. With
-    ``cuda_graph=True`` the whole step is recorded and replayed. A new kind of batch causes a new compilation or
-    recording (see ``signatures``); a change of the learning rate, the loss scale or the accumulation, and a skipped
+    ``cuda_graph=True`` the whole step is recorded and replayed, unless gradients accumulate. A new kind of batch causes
+    a new compilation or recording (see ``signatures``); a change of the learning rate or the loss scale, and a skipped
     step, do not.
 
     Args:
@@ -147,7 +147,7 @@ class TrainStep:
         signature = self._signature(batch)
         last = self._calls + 1 >= self.accumulate  # user code may have lowered ``accumulate``
         if self._graphed is not None:
-            loss = self._graphed(batch, signature, self._calls, last=last)
+            loss = self._graphed(batch, signature, first=not self._calls, last=last)
         else:
             loss = self.backward(batch, signature, last=last)
             if last:
@@ -219,7 +219,7 @@ class TrainStep:
             self.scaler.update()
         if self._graphed is None:
             self.optimizer.zero_grad()
-        else:  # a recorded window begins without gradients
+        else:  # a recorded step begins without gradients
             self.optimizer.zero_grad(set_to_none=True)
 
     # ---- properties that a recording needs
@@ -256,8 +256,7 @@ class TrainStep:
             return nullcontext(self.scaler.scale(loss))
         attached = attached_to(self.optimizer)
         if attached is not None and attached.session is not None:
-            # Each call of a window has its own graph, which accumulates into gradients of the previous call, so their
-            # dtype must not depend on the call.
+            # The dtype of a window's gradients must not depend on the call.
             attached.window.table.always_fp32 |= self.accumulate > 1
             return scale_loss(loss, self.optimizer)
         return nullcontext(loss)
@@ -275,7 +274,7 @@ class TrainStep:
     def settings(self) -> tuple[object, ...]:
         """Return the settings that user code may change between steps."""
         options = getattr(self.optimizer, "options", None)
-        return self.model, self.loss_fn, self.scaler, self.max_grad_norm, self.accumulate, options
+        return self.model, self.loss_fn, self.scaler, self.max_grad_norm, options
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out compiled and recorded code; a copy compiles and records anew."""

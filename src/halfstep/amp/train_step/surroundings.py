@@ -19,7 +19,6 @@ class RecordableStep(Protocol):
     """The interface of a recordable step, which ``TrainStep`` implements."""
 
     optimizer: torch.optim.Optimizer
-    accumulate: int
 
     def backward(self, batch: tuple[Any, ...], signature: Signature, *, last: bool) -> torch.Tensor:
         """Run the forward and backward passes."""
