@@ -70,6 +70,7 @@ def test_dynamic_scaler_trace(key: str) -> None:
         if stuck == 20:  # Apex went on at the floor for ever
             with pytest.raises(LossScaleCollapsed):
                 scaler.update_scale(overflow)
+            assert set(case["scale"][i:]) == {1.0}
             return
         scaler.update_scale(overflow)
         assert scaler.cur_scale == pytest.approx(case["scale"][i], rel=1e-6)  # float32 here, float64 there

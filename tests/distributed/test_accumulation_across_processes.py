@@ -43,6 +43,8 @@ APEX_WRAPPERS: dict[str, dict[str, Any]] = {
     "sum over 4": {"gradient_average": False, "gradient_predivide_factor": 4.0},
     "mean in two": {"gradient_predivide_factor": 2.0},
     "sum, small buckets": {"gradient_average": False, "message_size": 3},
+    "mean at the end": {"delay_allreduce": True},
+    "mean in two, in fp32": {"gradient_predivide_factor": 2.0, "allreduce_always_fp32": True},
 }
 USERS_HOOK = "plain, with a communication hook of the user's"
 OPTIMIZERS = {

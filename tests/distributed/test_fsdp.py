@@ -244,29 +244,6 @@ def test_norms_are_of_whole_gradients(ranks: Ranks, p: float) -> None:
         assert after == pytest.approx(0.25, rel=1e-4)
 
 
-def computed_in_16_bits(rank: int, level: str) -> str:
-    model = sharded(compute=BF16) if level == "policy" else sharded()
-    optimizer = optimizers.FusedAdam(model.parameters(), lr=0.02)
-    if level != "policy":
-        amp.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
-    before = loss_of(model, data(rank, 0)).item()
-    for _ in range(30):
-        loss = loss_of(model, data(rank, 0))
-        if level == "policy":
-            loss.backward()
-        else:
-            scaled_backward(loss, optimizer)
-        step_and_clear(optimizer)
-    assert loss.item() < before / 2
-    amp.deactivate()
-    return str({p.dtype for p in model.parameters()})
-
-
-@pytest.mark.parametrize("level", ["policy", "O1"])
-def test_fp32_shards_are_the_masters(ranks: Ranks, level: str) -> None:
-    assert ranks.run(computed_in_16_bits, level) == ["{torch.float32}"] * 2
-
-
 def two_forward_passes(rank: int, other_first: bool) -> list[torch.Tensor]:
     """The gradients of some passes, each after another forward pass without a backward pass."""
     model = sharded()

@@ -1,4 +1,4 @@
-"""Algorithms of ``torch.distributed`` beside amp: model averaging, averages of shards, ZeRO, communication hooks."""
+"""Algorithms of ``torch.distributed`` beside amp: model averaging, ZeRO, communication hooks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.core.errors import UsageError
-from tests.distributed.test_sharded_levels import OPTIMIZERS, assert_near, batches, cut, loss_of, net, whole
+from tests.distributed.test_sharded_levels import OPTIMIZERS, assert_near, loss_of, net, whole
 from tests.support.processes import Ranks
-from tests.support.worlds import BF16, FP16, advance, scaled_backward, step_and_clear, with_optimizer
+from tests.support.worlds import BF16, FP16, advance, scaled_backward, with_optimizer
 
 ONE = torch.tensor(1.0)
 
@@ -86,35 +86,6 @@ def test_model_averaging_averages_masters_where_it_is_given_them(ranks: Ranks, n
         assert_near(first[way], first["by hand"], 1e-7)
     for way in rounded:  # what docs/distributed.md warns of: 16-bit weights are averaged, and masters keep their rest
         assert any(not torch.equal(a, b) for a, b in zip(first[way], second[way], strict=True))
-
-
-# ---- an average of masters that follows steps that were taken
-
-
-def averaged(rank: int, kind: str) -> list[torch.Tensor]:
-    model, optimizer = cut(kind, net())[0] if kind != "alone" else net(), None
-    model, optimizer = started(model, torch.optim.AdamW(model.parameters(), lr=0.01), FP16)
-    mine = range(rank, rank + 1) if kind != "alone" else range(batches("fsdp", 2))
-    masters = list(amp.master_params(optimizer))
-    average = [master.detach().clone() for master in masters]
-    for i in range(6):
-        for batch in mine:
-            weight = torch.tensor(float("inf") if (i, batch) == (3, 1) else 1.0 / len(mine))
-            scaled_backward(loss_of(model(inputs(i, batch)), weight), optimizer)
-        before = whole(masters[0])
-        step_and_clear(optimizer)
-        if i % 2 and not torch.equal(whole(masters[0]), before):  # every second step, if it was taken
-            with torch.no_grad():
-                for kept, now in zip(average, masters, strict=True):
-                    kept.lerp_(now, 0.1)
-    amp.deactivate()
-    return [whole(kept) for kept in average]
-
-
-def test_an_average_of_the_masters_of_shards_is_that_of_one_process(ranks: Ranks) -> None:
-    first, second = ranks.run(averaged, "fsdp")
-    assert_near(first, second, 0.0)
-    assert_near(first, averaged(0, "alone"), 1e-3)
 
 
 # ---- ZeRO

@@ -242,24 +242,6 @@ def test_apex_unscale_values() -> None:
         assert master.grad.flatten().tolist() == pytest.approx(APEX["unscale"][recorded], rel=1e-6)
 
 
-@pytest.mark.parametrize("case", APEX["DynamicLossScaler"])
-def test_apex_dynamic_loss_scaler(case: str) -> None:
-    name, pattern = case.split("/")
-    recorded, given_ = APEX["DynamicLossScaler"][case], settings_of(name)
-    factor = given_.get("factor", 2.0)
-    rule = DynamicLossScale(
-        given_.get("init", 2.0**32),
-        factor,
-        1 / factor,
-        int(given_.get("window", 1000)),
-        min_scale=1.0,
-        max_scale=None,
-        collapse_after=None,
-    )
-    scales, _ = moves(rule, pattern)
-    assert scales == pytest.approx(recorded["scale"], rel=1e-6)
-
-
 # ---- the tensors
 
 

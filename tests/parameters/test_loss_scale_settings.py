@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from halfstep import amp
 from halfstep.core.errors import ArgumentValueError, LossScaleCollapsed
@@ -145,26 +144,3 @@ def test_the_message_of_a_collapse_without_a_look_at_gradients() -> None:
     )
     with pytest.raises(LossScaleCollapsed, match=r"\(mine, now at 1\).*not finite: unknown\."):
         scaler.update(YES)
-
-
-def test_a_disabled_scaler_clips_and_changes_nothing_else() -> None:
-    param = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
-    scaler = amp.GradScaler(enable=False)
-    assert scaler.scale(param.sum()).grad_fn is not None
-    param.grad = torch.tensor([3.0, 4.0])
-    assert scaler.clip_grad_norm_(optimizer, 10.0) == 5.0
-    assert param.grad.tolist() == [3.0, 4.0]
-    assert scaler.clip_grad_norm_(optimizer, 1.0) == 5.0
-    assert param.grad.tolist() == pytest.approx([0.6, 0.8])
-    assert scaler.step(optimizer)
-    assert param.tolist() == pytest.approx([-0.6, -0.8])
-    scaler.update()
-    assert scaler.get_scale() == 1.0
-
-    def closure() -> torch.Tensor:
-        param.grad = torch.ones(2)
-        return torch.tensor(7.0)
-
-    assert scaler.step(optimizer, closure).returned == 7.0
-    assert param.tolist() == pytest.approx([-1.6, -1.8])

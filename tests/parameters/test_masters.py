@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,14 +16,11 @@ from halfstep import amp, optimizers
 from halfstep.kernels.shards import local
 from halfstep.kernels.storage import SPLIT, Storage, plain
 from halfstep.parameters import held_masters
-from halfstep.parameters.ledger import set_grads
-from halfstep.parameters.master_registry import keeper_of
-from halfstep.parameters.masters import held_master, in_place, out_of_place, table_of, unsaved
+from halfstep.parameters.masters import in_place, table_of, unsaved
 from halfstep.parameters.outside_writes import StepWrites
-from halfstep.parameters.plain import Plain, PlainMasters
+from halfstep.parameters.plain import Plain
 from halfstep.parameters.split import adapt, master_value
 from halfstep.parameters.table import Slot, record_of
-from halfstep.stepping.attached import attach
 from tests.support.worlds import BF16, FP32, scaled_step, start_amp
 
 needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
@@ -58,59 +54,6 @@ def test_masters_elsewhere_are_not_made_here() -> None:
         assert optimizer.param_groups[0]["params"][0] is half
 
 
-def test_plain_masters_are_seen_written_and_in_place_for_a_while() -> None:
-    half, single = params(BF16)[0], params(FP32)[0]
-    optimizer = torch.optim.SGD([half, single], lr=1.0)
-    table, outside = table_of(optimizer, True)
-    assert held_masters.master_of(single) is None
-    rounded = held_masters.write_master(half, torch.full((2,), 1.0 + 2.0**-12))
-    assert rounded.tolist() == [1.0, 1.0]
-    half.data.copy_(rounded)
-    master = held_masters.master_of(half)
-    assert master is not None
-    assert (master.tolist(), master.requires_grad) == ([1.0 + 2.0**-12] * 2, False)
-    ((p, started),) = unsaved(table)
-    assert (p is half, started.dtype) == (True, FP32)
-    set_grads([half], [torch.ones(2, dtype=BF16)])
-    with pytest.raises(ZeroDivisionError):
-        look_inside(outside, optimizer)
-    assert optimizer.param_groups[0]["params"][0] is half
-    assert (keeper_of(half), keeper_of(single)) == (table, None)
-
-
-@pytest.mark.parametrize("masters", [True, False])
-def test_a_closure_sees_the_parameters_in_their_places(masters: bool) -> None:
-    half = params(BF16)[0]
-    optimizer = torch.optim.SGD([half], lr=1.0)
-    _, outside = table_of(optimizer, masters)
-    set_grads([half], [torch.ones(2, dtype=FP32 if masters else BF16)])
-
-    def place() -> torch.Tensor:
-        found: torch.Tensor = optimizer.param_groups[0]["params"][0]
-        return found
-
-    with in_place(outside):
-        master = place()
-        assert (master is half) is not masters
-        with torch.no_grad():
-            master.fill_(1.0 + 2.0**-12)
-        with out_of_place(outside):
-            assert place() is half
-            assert half.tolist() == [1.0, 1.0], "the parameter has been rounded from its master"
-            half.grad = torch.full((2,), 4.0).to(half.grad.dtype)  # type: ignore[union-attr]
-        assert place() is master
-        assert place().grad.tolist() == [4.0, 4.0]  # type: ignore[union-attr]
-        assert place().grad.dtype is (FP32 if masters else BF16)  # type: ignore[union-attr]
-    assert place() is half
-
-
-def look_inside(outside: PlainMasters | None, optimizer: torch.optim.Optimizer) -> float:
-    with in_place(outside):
-        inside, single = optimizer.param_groups[0]["params"]
-        assert (inside.dtype, inside.grad.dtype, type(single)) == (FP32, FP32, nn.Parameter)
-        return 1 / 0
-
-
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -123,18 +66,6 @@ def test_masters_are_loaded_from_values_of_any_dtype(saved: torch.dtype, fused: 
     model.load_state_dict(values)
     for value, master in zip(values.values(), amp.master_params(optimizer), strict=True):
         assert torch.equal(master.detach() + 0, value.float())
-
-
-@needs_grad_dtype
-@pytest.mark.parametrize("own", [True, False])
-def test_when_masters_are_gone_gradients_have_the_parameters_dtype(own: bool) -> None:
-    half, _ = params(BF16)
-    optimizer = optimizers.FusedSGD([half], lr=1.0)
-    window = attach(optimizer, masters=True, own=own).window
-    assert half.grad_dtype is FP32
-    del window, optimizer
-    gc.collect()
-    assert half.grad_dtype is BF16
 
 
 def test_a_closure_may_bring_16_bit_gradients() -> None:
@@ -160,22 +91,6 @@ def sharded() -> Iterator[nn.Parameter]:
     dist.destroy_process_group()
 
 
-@needs_grad_dtype
-def test_the_master_and_the_gradient_of_a_sharded_weight_are_sharded_as_it_is(sharded: nn.Parameter) -> None:
-    optimizer = optimizers.FusedAdam([sharded], lr=1.0, master_weights=True)
-    table_of(optimizer, True)
-    master: Any = held_master(sharded)
-    assert (master.dtype, master.placements) == (torch.float32, sharded.placements)  # type: ignore[attr-defined]
-    with torch.no_grad():
-        local(master).fill_(1.0 + 2**-12)  # which bfloat16 does not have
-    assert local(held_master(sharded)).tolist() == [1.0 + 2**-12] * 2
-    assert local(sharded.detach()).tolist() == [1.0] * 2
-    assert master.grad is None
-    sharded.grad = torch.ones_like(sharded)
-    grad: Any = held_master(sharded).grad
-    assert (grad.dtype, grad.placements, local(grad).tolist()) == (FP32, sharded.placements, [1.0, 1.0])  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("storage", [SPLIT, plain(BF16)], ids=lambda storage: storage.kind)
 def test_the_form_of_a_sharded_master_changes_as_that_of_a_whole_one(sharded: nn.Parameter, storage: Storage) -> None:
     """1 and half of its last bit: a tie, which the two forms round to different sides."""
@@ -187,18 +102,6 @@ def test_the_form_of_a_sharded_master_changes_as_that_of_a_whole_one(sharded: nn
         assert (type(kept), kept.placements) == (type(sharded.data), sharded.placements)  # type: ignore[attr-defined]
         assert local(sharded.detach()).tolist() == [1.0 + 2**-7 if form is SPLIT else 1.0] * 2
         assert local(master_value(sharded, state)).tolist() == [1.0 + 2**-8] * 2
-
-
-def test_a_plain_master_of_a_sharded_weight_takes_what_is_written_to_it(sharded: nn.Parameter) -> None:
-    optimizer = torch.optim.SGD([sharded], lr=1.0)
-    table, _ = table_of(optimizer, True)
-    for value in (float("nan"), 1.0):
-        local(sharded.detach()).fill_(value)
-        master = held_masters.master_of(sharded)
-        assert master is not None
-        torch.testing.assert_close(local(master), torch.full((2,), value), equal_nan=True)
-    assert held_master(sharded).dtype is FP32
-    assert table.has_master(sharded)
 
 
 @pytest.mark.parametrize("wrote", ["weight", "master"])

@@ -14,7 +14,7 @@ from halfstep.core.errors import UsageError
 from halfstep.parameters.ledger import get_grads, set_grads
 from halfstep.parameters.plain import PlainMasters
 from halfstep.parameters.table import OptimizerTable
-from tests.support.worlds import BF16, FP16, in_both_halves
+from tests.support.worlds import BF16, FP16
 
 FINE = 1.0 + 2.0**-12  # rounds to 1 in 16 bits
 
@@ -44,64 +44,6 @@ def master_of(masters: PlainMasters, p: torch.Tensor) -> float:
     master = masters.table.find(p)
     assert master is not None
     return float(master.read().detach()[0])
-
-
-@in_both_halves
-def test_trainable_16_bit_parameters_have_masters_and_no_others(half: torch.dtype) -> None:
-    trained, frozen, single = param(dtype=half), param(dtype=half), param(dtype=torch.float32)
-    frozen.requires_grad_(False)
-    optimizer = sgd(trained, frozen, single)
-    masters = plain_masters(optimizer)
-    masters.adopt()
-    ((p, master),) = masters.pairs()
-    assert p is trained
-    assert (type(master), master.dtype, master.requires_grad) == (nn.Parameter, torch.float32, True)
-    assert [masters.table.find(q) is None for q in (trained, frozen, single)] == [False, True, True]
-    frozen.requires_grad_(True)
-    masters.adopt()
-    assert masters.table.find(trained).read() is master
-    assert masters.table.find(frozen) is not None
-
-
-def test_masters_start_from_the_weights_before_they_were_rounded() -> None:
-    known, written, unknown = param(), param(5.0), param(3.0)
-    optimizer = sgd(known, written, unknown)
-    originals = {id(p): torch.full((2,), FINE, dtype=torch.float64) for p in (known, written)}
-    masters = plain_masters(optimizer, originals)
-    masters.adopt()
-    assert [master_of(masters, p) for p in (known, written, unknown)] == [FINE, 5.0, 3.0]
-
-
-def test_originals_serve_the_first_adoption_only() -> None:
-    p, later = param(), param()
-    optimizer = sgd(p)
-    masters = plain_masters(optimizer, {id(later): torch.full((2,), FINE)})
-    masters.adopt()
-    optimizer.add_param_group({"params": [later]})
-    masters.adopt()
-    assert master_of(masters, later) == 1.0
-
-
-def test_the_optimizer_holds_masters_only_while_it_steps() -> None:
-    p, single = param(), param(dtype=torch.float32)
-    optimizer = sgd(p, single)
-    masters = plain_masters(optimizer)
-    listed: Any = optimizer.param_groups[0]["params"]
-    grad = p.grad
-    masters.enter()
-    master = listed[0]
-    assert master is not p
-    assert listed[1] is single
-    assert optimizer.param_groups[0]["params"] is listed, "LBFGS keeps the list"
-    assert master.grad is grad
-    optimizer.step()
-    assert {id(q) for q in optimizer.state} == {id(master), id(single)}
-    masters.leave()
-    assert listed[0] is p
-    assert master.grad is None
-    assert p.grad is grad
-    assert {id(q) for q in optimizer.state} == {id(p), id(single)}
-    assert optimizer.state[p]["momentum_buffer"].dtype is torch.float32
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -154,18 +96,6 @@ def test_what_a_step_does_to_gradients_reaches_the_parameters(change: str) -> No
     assert [None if grad is None else grad.tolist() for grad in get_grads([p, single])] == [wanted, wanted]
 
 
-def test_leaving_twice_does_nothing() -> None:
-    p = param()
-    optimizer = sgd(p)
-    masters = plain_masters(optimizer)
-    step(masters, optimizer)
-    with torch.no_grad():
-        p.fill_(3.0)
-    masters.leave()
-    assert p.tolist() == [3.0, 3.0]
-    assert master_of(masters, p) == 3.0
-
-
 def test_state_of_16_bits_becomes_fp32_and_the_rest_stays() -> None:
     p = param()
     optimizer = sgd(p)
@@ -213,51 +143,6 @@ def test_state_is_carried_from_step_to_step_wherever_it_came_from() -> None:
 
 
 # ---- writes to parameters
-
-
-@torch.no_grad()
-def test_a_parameter_whose_data_was_only_looked_at_was_not_written() -> None:
-    p = param()
-    optimizer = sgd(p, lr=0.0)
-    masters = plain_masters(optimizer, {id(p): torch.full((2,), FINE)})
-    masters.adopt()
-    assert p.data[0] == 1.0
-    p.add_(0.0)  # a new version and the same value
-    assert master_of(masters, p) == FINE
-    with torch.enable_grad():
-        step(masters, optimizer)
-    assert master_of(masters, p) == FINE
-
-
-WRITES: dict[str, Any] = {
-    "in place": lambda p: p.fill_(5.0),
-    "data": lambda p: p.data.fill_(5.0),
-    "other memory": lambda p: setattr(p, "data", torch.full((2,), 5.0, dtype=p.dtype)),
-    "data of a detached one": lambda p: p.detach().data.fill_(5.0),
-    "a view": lambda p: p.data.view(-1)[:].fill_(5.0),
-    "its bits": lambda p: p.data.view(torch.int16).copy_(torch.full((2,), 5.0, dtype=p.dtype).view(torch.int16)),
-}
-
-
-@in_both_halves
-@pytest.mark.parametrize("reader", ["of", "pairs", "a step"])
-@pytest.mark.parametrize("write", WRITES)
-@torch.no_grad()
-def test_a_written_parameter_is_found_by_its_value(write: str, reader: str, half: torch.dtype) -> None:
-    p, other = param(dtype=half), param(dtype=half)
-    optimizer = sgd(p, other, lr=0.0)
-    masters = plain_masters(optimizer, {id(q): torch.full((2,), FINE) for q in (p, other)})
-    for value in (5.0, 5.0):
-        masters.adopt()
-        WRITES[write](p)
-        if reader == "of":
-            assert [masters.table.find(q).read().tolist() for q in (p, other)] == [[value] * 2, [FINE] * 2]
-        elif reader == "a step":
-            with torch.enable_grad():
-                step(masters, optimizer)
-            assert p.tolist() == [value] * 2
-        assert [master.tolist() for _, master in masters.pairs()] == [[value] * 2, [FINE] * 2]
-        step(masters, optimizer)
 
 
 @torch.no_grad()
@@ -324,20 +209,6 @@ def test_a_parameter_that_changed_its_dtype_is_refused() -> None:
 
 
 # ---- parameters that leave
-
-
-def test_a_parameter_put_in_the_place_of_another_takes_no_part_in_its_steps() -> None:
-    old, new, other = param(), param(), param(dtype=torch.float32)
-    for replacement in (new, other):
-        optimizer = sgd(old, lr=0.25)
-        masters = plain_masters(optimizer, {id(old): torch.full((2,), FINE)})
-        masters.adopt()
-        optimizer.param_groups[0]["params"][0] = replacement
-        step(masters, optimizer)
-        assert [id(p) for p, _ in masters.pairs()] == ([id(new)] if replacement is new else [])
-        assert replacement.tolist()[0] == 0.75
-        assert old.tolist() == [1.0, 1.0]
-        assert master_of(masters, old) == FINE, "its master rests"
 
 
 def test_a_resting_master_hears_of_writes_and_comes_back() -> None:

@@ -26,23 +26,6 @@ def as_plain(half: torch.dtype = BF16) -> tuple[nn.Parameter, dict[str, Any]]:
     return nn.Parameter(FP32.to(half)), {"master": FP32.clone()}
 
 
-def test_a_plain_master_becomes_a_remainder() -> None:
-    param, state = as_plain()
-    adapt(param, state, SPLIT)
-    weight, remainder = split(FP32)
-    assert state.keys() == {"remainder"}
-    assert torch.equal(param, weight)
-    assert torch.equal(state["remainder"], remainder)
-
-
-def test_a_remainder_becomes_a_plain_master() -> None:
-    param, state = as_split()
-    adapt(param, state, plain(BF16))
-    assert state.keys() == {"master"}
-    assert torch.equal(state["master"], FP32)
-    assert torch.equal(param, FP32.to(BF16)), "ties are rounded to even now"
-
-
 def test_what_has_the_right_form_stays() -> None:
     for made, storage in ((as_split(), SPLIT), (as_plain(), plain(BF16)), (as_plain(FP16), plain(FP16))):
         param, state = made

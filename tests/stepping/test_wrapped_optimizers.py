@@ -181,7 +181,7 @@ def test_a_wrapped_optimizer_trains_at_o2_as_in_fp32(wrapper: str, name: str, do
     assert len(optimizer.state_dict()["state"]) == len(plain_optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize("wrapper", ["none", "imitating", "forwarding", "Horovod", "blending", "lookahead"])
+@pytest.mark.parametrize("wrapper", ["none", "imitating", "forwarding", "Horovod", "LARC", "blending", "lookahead"])
 def test_a_skipped_step_changes_nothing_in_a_wrapper_either(wrapper: str) -> None:
     model, optimizer = start(wrapper, "AdamW", "O2", dtype=torch.float16, loss_scale="dynamic")
     train(model, optimizer, "scale_loss", 3)
