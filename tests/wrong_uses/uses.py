@@ -23,7 +23,6 @@ from halfstep.integrations.figures import FiguresCallback  # noqa: F401 - as abo
 from halfstep.integrations.training_precision import TrainingPrecision  # noqa: F401 - as above
 from halfstep.model import CheckPrecision  # noqa: F401 - as above
 from halfstep.numerics import Row
-from halfstep.scaling import NoLossScale  # noqa: F401 - as above
 
 from . import worlds
 from .worlds import World

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -13,10 +12,8 @@ from ..stepping.dynamic_class import add_names_of_apex
 
 __all__ = ["LossScaler"]
 
-logger = logging.getLogger("halfstep")
 
-
-def _setting(name: str, field: str, *, zero_is_none: bool = False) -> Any:
+def _setting(field: str, *, zero_is_none: bool = False) -> Any:
     """Make a property that reads and sets a field of the scaler's ``settings`` under Apex's name."""
 
     def get(self: LossScaler) -> Any:
@@ -24,9 +21,6 @@ def _setting(name: str, field: str, *, zero_is_none: bool = False) -> Any:
 
     def put(self: LossScaler, value: float | None) -> None:
         self.change(**{field: None if zero_is_none and not value else value})
-        if not self.dynamic and not self._warned:
-            self._warned = True
-            logger.warning("%s is static, so %s has no effect.", self.name, name)
 
     return property(get, put)
 
@@ -34,8 +28,8 @@ def _setting(name: str, field: str, *, zero_is_none: bool = False) -> Any:
 class LossScaler(DeviceLossScaler):
     """A loss scaler as in ``amp._amp_state.loss_scalers``.
 
-    Scripts can read and set Apex's attributes, which begin with ``_``; the next update uses the new values. Reading
-    ``loss_scale()``, ``_loss_scale``, ``_unskipped`` and ``_has_overflow`` reads the device.
+    Scripts can read and set Apex's attributes, which begin with ``_``; the next update uses the new values, if the
+    scale is dynamic. Reading ``loss_scale()``, ``_loss_scale``, ``_unskipped`` and ``_has_overflow`` reads the device.
 
     Args:
         loss_scale: a number above zero, "dynamic", or a ``DynamicLossScale`` or ``StaticLossScale``, which replaces the
@@ -83,7 +77,6 @@ class LossScaler(DeviceLossScaler):
         super().__init__(rule, name=name, verbose=verbose)
         if not isinstance(rule, DynamicLossScale):
             self.settings = settings
-        self._warned = False
 
     # ---- attributes that scripts read and set
 
@@ -100,9 +93,9 @@ class LossScaler(DeviceLossScaler):
         lambda self: self.flag(torch.device("cpu")).int().reshape(1),
         lambda self, flag: vars(self).update(found=flag.detach().reshape(()).float()),
     )
-    _scale_seq_len = _setting("_scale_seq_len", "growth_interval")
-    _max_loss_scale = _setting("_max_loss_scale", "max_scale")
-    _min_loss_scale = _setting("_min_loss_scale", "min_scale", zero_is_none=True)
+    _scale_seq_len = _setting("growth_interval")
+    _max_loss_scale = _setting("max_scale")
+    _min_loss_scale = _setting("min_scale", zero_is_none=True)
 
     # ---- methods for loops that unscale manually
 

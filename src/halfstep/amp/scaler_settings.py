@@ -192,11 +192,8 @@ class ScalerSettings(torch.amp.GradScaler):
     _backoff_factor = property(get_decr_ratio, set_decr_ratio)
     _growth_interval = property(get_incr_every_n_steps, set_incr_every_n_steps)
 
-    def _get_growth_tracker(self) -> int:
-        return self._counts()[0] if self._enabled else 0
-
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self._home = torch.device(dev)
+        self._home = torch.device(dev)  # Accelerate calls this when it loads a checkpoint of FSDP2
 
     # ---- saving and loading
 

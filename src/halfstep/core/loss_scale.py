@@ -1,8 +1,8 @@
 """The rules that move a loss scale, as values.
 
-A rule (``NoLossScale``, ``StaticLossScale``, ``DynamicLossScale``) is frozen; its ``update`` is a pure function from
-a ``LossScaleState`` and a ``found_inf`` flag to the next state. ``parameters.loss_scaler.DeviceLossScaler`` keeps a
-state and updates it by a rule.
+A rule (``StaticLossScale``, ``DynamicLossScale``) is frozen; its ``update`` is a pure function from a
+``LossScaleState`` and a ``found_inf`` flag to the next state. ``parameters.loss_scaler.DeviceLossScaler`` keeps a state
+and updates it by a rule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ __all__ = [
     "LossScale",
     "LossScaleSpec",
     "LossScaleState",
-    "NoLossScale",
     "StaticLossScale",
     "check_loss_scale",
     "loss_scale_text",
@@ -49,7 +48,7 @@ class LossScaleState(NamedTuple):
 
 
 class LossScale:
-    """The base class of the rules. Its ``update_`` does nothing."""
+    """The base class of the rules."""
 
     init_scale: float
     """The scale to start with."""
@@ -68,13 +67,6 @@ class LossScale:
 
     def update_(self, state: LossScaleState, found_inf: torch.Tensor) -> None:
         """Update in place. ``found_inf`` is a 0-dim float32 tensor on the state's device; the host does not read it."""
-
-
-@dataclass(frozen=True)
-class NoLossScale(LossScale):
-    """The rule for unscaled losses: the scale is 1, and no steps are counted."""
-
-    init_scale: float = 1.0
 
 
 @dataclass(frozen=True)
