@@ -226,7 +226,8 @@ class FusedOptimizer(FusedState):
             if rows.rows:
                 groups.append((group, rows))
             first += len(params)
-        fused.known_state = list(state), list(state.values())
+        if not same:  # entries that these rows added are found in the next step
+            fused.known_state = list(state), list(state.values())
         if groups and not fused.warned:
             self._warn_once()
         return groups
