@@ -312,10 +312,6 @@ class OptimizerTable:
             return False
         return param.requires_grad or ((master := self.find(param)) is not None and master.exists)
 
-    def halves(self) -> list[torch.Tensor]:
-        """Return the 16-bit parameters."""
-        return [param for param in self.params if param.dtype in HALF_DTYPES]
-
 
 def _reset_grad_dtypes(params: list[weakref.ref[torch.Tensor]]) -> None:
     """Reset ``grad_dtype`` of parameters whose masters no longer exist."""

@@ -8,25 +8,22 @@ import torch
 
 from ..core.dtypes import HALF_DTYPES
 from ..diagnostics.observe.ops import tensors_in, widened, written
-from ..torch_internals.compiler_compat import compiled_from
+from ..torch_internals.compiler_compat import compiled_from, inductor_options
 from ..torch_internals.torch_compat import TorchDispatchMode, schema_of, tree_flatten, tree_unflatten
 from .parting import PRODUCTS
 
-__all__ = ["Fused", "is_compiled", "rounding_as_eager"]
-
-
-def is_compiled(side: Any) -> bool:
-    """True for a model or function that ``torch.compile`` returned."""
-    return compiled_from(side) is not None
+__all__ = ["Fused", "rounding_as_eager"]
 
 
 def rounding_as_eager(side: Any) -> Any:
-    """Compile what Inductor compiled once more, with the roundings of eager code between fused ops.
+    """Compile what Inductor compiled once more, with its options and the roundings of eager code between fused ops.
 
     Other backends have no such option: for these the result is the side itself.
     """
-    by_inductor = getattr(side, "get_compiler_config", lambda: None)()
-    return torch.compile(compiled_from(side), options={"emulate_precision_casts": True}) if by_inductor else side
+    options = inductor_options(side)
+    if options is None:
+        return side
+    return torch.compile(compiled_from(side), options={**options, "emulate_precision_casts": True})
 
 
 class Fused(TorchDispatchMode):

@@ -18,7 +18,7 @@ from ..diagnostics.numerics.linked_rows import LinkedRow, aligned_rows
 from ..diagnostics.observe.names import OUTSIDE, ROOT, canonical
 from ..torch_internals.compiler_compat import compiled_from
 from ..torch_internals.torch_compat import tree_flatten, tree_unflatten
-from .compiled import Fused, is_compiled, rounding_as_eager
+from .compiled import Fused, rounding_as_eager
 from .parting import Parting, is_same, part
 from .recorded import OUTPUT, SideRun, Wide, run
 from .result import Difference, OpDifference, Parity
@@ -124,7 +124,7 @@ parity.__dict__.update(batch_invariance=batch_invariance, record=record)
 
 def _name(side: Any) -> str:
     name: str = getattr(side, "__name__", type(compiled_from(side) or side).__name__)
-    return f"{name} (compiled)" if is_compiled(side) else name
+    return name if compiled_from(side) is None else f"{name} (compiled)"
 
 
 def _compare(runs: Sequence[SideRun], reference: str | None) -> Parity:

@@ -470,7 +470,7 @@ class Window:
 
     def _find_wrappers(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Find the DDP wrappers around the parameters, and return the parameters that have masters."""
-        half = self.table.halves() if self.table.has_masters else []
+        half = [slot.param for slot in self.table.slots if slot.fp32]
         if not self.delegates_to_outer:
             if "ranks" not in vars(self):
                 self.ranks = RankSync()

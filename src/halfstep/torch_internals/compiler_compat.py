@@ -37,6 +37,7 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "export_errors",
+    "inductor_options",
     "is_traced",
     "needs_values",
     "never_traced",
@@ -166,6 +167,16 @@ def compile_errors() -> tuple[type[Exception], ...]:
 def compiled_from(module: Any) -> Any:
     """Return the original module of a compiled one; None for any other module."""
     return getattr(module, "_orig_mod", getattr(module, "_torchdynamo_orig_callable", None))
+
+
+def inductor_options(compiled: Any) -> dict[str, Any] | None:
+    """Return the options of a compiled module that differ from Inductor's; None if another backend compiled it."""
+    config = getattr(compiled, "get_compiler_config", lambda: None)()
+    if config is None:
+        return None
+    plain: Any = torch.compile(compiled_from(compiled))
+    default = plain.get_compiler_config()
+    return {name: value for name, value in config.items() if value != default[name]}
 
 
 def register_backend(name: str, backend: Callable[..., Any]) -> None:
