@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +116,12 @@ def test_the_example_learns_on_one_process(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     arguments = ["--device", "cpu", "--characters", "20000", "--length", "32", "--width", "32", "--save-every", "20"]
     assert main([*arguments, "--steps", "40", "--lr", "0.005"]) < 3.6  # ln 128 = 4.85 before it learned anything
+
+
+@pytest.mark.timeout(600)  # two starts of torchrun
+def test_the_example_goes_on_with_two_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "3", str(TRAIN), *SMALL, "--checkpoint", str(tmp_path / "state.pt"), "--steps"]
+    runs = [subprocess.run([*command, steps], capture_output=True, text=True, check=True) for steps in ("4", "8")]
+    assert "resumed at step 4" in runs[1].stdout + runs[1].stderr
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == 8
