@@ -126,6 +126,26 @@ def test_an_overflow_is_over_when_its_gradients_are_cleared_before_any_step(set_
     assert not run.skipped()
 
 
+@pytest.mark.parametrize("clear", CLEARINGS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("face", ["O1", "O2", "O2, fused=False"])
+@pytest.mark.parametrize("overflows", [0, 1, None])
+def test_gradients_that_were_kept_and_are_assigned_again(
+    face: str, optimizer: str, clear: str, overflows: int | None
+) -> None:
+    run, kept = open_door(face, OPTIMIZERS[optimizer]), []
+    before = run.weights()
+    for i in range(2):
+        run.backward(run.loss(i, math.inf if i == overflows else 1.0))
+        kept.append([p.grad.clone() for p in run.model.parameters()])
+        CLEARINGS[clear](run)
+    for param, *grads in zip(run.model.parameters(), *kept, strict=True):
+        param.grad = sum(grads[1:], grads[0])
+    run.optimizer.step()
+    assert run.skipped() == (overflows is not None)
+    assert all(map(torch.equal, run.weights(), before)) == (overflows is not None)
+
+
 def test_an_overflow_counts_however_many_passes_follow_it() -> None:
     run = open_door("O1", OPTIMIZERS["AdamW"])
     before = run.weights()

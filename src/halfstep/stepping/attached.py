@@ -313,8 +313,9 @@ class AttachedOptimizer:
         casting = active_casting() if thread.key else None
         with NO_CASTING if casting is not None else nullcontext():
             found_inf = any_overflow(records) if records else None
-            if found_inf is None and closure is None and window.state is WindowState.DIRTY:
-                found_inf = window.clear_stale_overflow()
+            if closure is None and (window.forgot_records or (not records and window.state is WindowState.DIRTY)):
+                window.forgot_records, stale = False, window.clear_stale_overflow()
+                found_inf = stale if found_inf is None or stale is None else torch.maximum(found_inf, stale)
             # Step hooks must not run for a skipped step. On a CPU the host reads the flag, which costs nothing. On
             # other devices the host would wait, so hooks run, and can read ``optimizer.step_was_skipped``.
             tells = self.hooked and found_inf is not None and found_inf.is_cpu and has_step_hooks(optimizer)

@@ -132,6 +132,8 @@ class Window:
         subscribers: the objects to notify of passes and steps.
         clip_check: warns if user code clips gradients before they are unscaled, in any step; None before the first
             scaled pass.
+        forgot_records: True if records were dropped together with their gradients since the last step. User code may
+            have kept the gradients, and may assign them again before the step.
         checked_generation: the generation of the table when ``drop_foreign_grads`` last ran; None before the first
             scaled pass.
         scale: the loss scale of the current or latest pass, a 0-dim tensor; None without a loss scale.
@@ -160,6 +162,7 @@ class Window:
         self._in_place = False
         self._release: GradientRelease | None = None  # the gradient release of the open pass
         self.checked_generation: int | None = None
+        self.forgot_records = False
 
     @property
     def release(self) -> GradientRelease | None:
@@ -241,7 +244,7 @@ class Window:
         gone = release is None or not release.stepped
         if gone and self.records and not self.ranks.reductions and all(param.grad is None for param in params):
             # User code removed the gradients of these records.
-            self.records = [record for record in self.records if record.pending_scaler is None]
+            self.records, self.forgot_records = [r for r in self.records if r.pending_scaler is None], True
         # Set aside. Gradient release and ranks change gradients, so their order matters. That is why they are called
         # here by name instead of subscribing.
         self.thread = get_ident()
@@ -445,6 +448,7 @@ class Window:
         self.gradients.clear()
         if self.state not in UNSAFE:
             self.state = WindowState.IDLE
+        self.forgot_records |= bool(self.records)
         self.records.clear()
         if REDUCTIONS:
             self.ranks.end_window()
