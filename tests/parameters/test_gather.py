@@ -53,11 +53,6 @@ def test_a_gradient_that_becomes_complex_or_narrow_is_noticed() -> None:
     assert unscaled(unscaler, p, param(torch.float16)) == [0.25, 1.0]
 
 
-def test_without_gradients_there_is_nothing_to_gather() -> None:
-    for params in ([], [param(grad=None)]):
-        assert Unscaler().gather(params) == []
-
-
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_is_not_finite_is_found_anywhere(bad: float, position: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from halfstep import amp
 from halfstep.core.errors import ArgumentValueError, LossScaleCollapsed
@@ -144,3 +145,12 @@ def test_the_message_of_a_collapse_without_a_look_at_gradients() -> None:
     )
     with pytest.raises(LossScaleCollapsed, match=r"\(mine, now at 1\).*not finite: unknown\."):
         scaler.update(YES)
+
+
+def test_a_disabled_scaler_clips_and_hands_on_a_closure() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    optimizer, scaler = torch.optim.SGD([param], lr=1.0), amp.GradScaler(enable=False)
+    param.grad = torch.tensor([3.0, 4.0])
+    assert scaler.clip_grad_norm_(optimizer, 1.0) == 5.0
+    assert scaler.step(optimizer, lambda: 7.0).returned == 7.0
+    assert param.tolist() == pytest.approx([-0.6, -0.8])

@@ -79,12 +79,6 @@ def test_the_value_of_a_master_is_a_new_tensor() -> None:
         assert torch.equal(master_value(param, state), FP32)
 
 
-@pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
-def test_without_state_the_weight_is_the_value(half: torch.dtype) -> None:
-    param = nn.Parameter(FP32.to(half))
-    assert torch.equal(master_value(param, {}), param.float())
-
-
 def test_a_weight_that_was_written_to_is_the_value() -> None:
     param, state = as_plain()
     with torch.no_grad():
