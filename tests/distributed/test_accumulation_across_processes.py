@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +18,16 @@ from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.optimizers import FusedAdam
 from tests.support.apex_recording import fill, grid
 from tests.support.processes import Ranks
-from tests.support.worlds import BF16, LEVELS, assert_equal, scaled_backward, start_amp, step_and_clear, with_optimizer
+from tests.support.worlds import (
+    BF16,
+    LEVELS,
+    assert_equal,
+    read_back,
+    scaled_backward,
+    start_amp,
+    step_and_clear,
+    with_optimizer,
+)
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MICRO_STEPS = {  # u, d and v are under no_sync(), f has require_backward_grad_sync = False; d and x have delay_unscale
@@ -36,15 +46,15 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "views": {"gradient_as_bucket_view": True},
     "unused": {"find_unused_parameters": True},
     "static": {"static_graph": True},
-    "small buckets": {"bucket_cap_mb": 1e-5},
+    "small buckets, copied": {"bucket_cap_mb": 1e-5},
 }
 APEX_WRAPPERS: dict[str, dict[str, Any]] = {
     "sum": {"gradient_average": False},
-    "sum over 4": {"gradient_average": False, "gradient_predivide_factor": 4.0},
     "mean in two": {"gradient_predivide_factor": 2.0},
     "sum, small buckets": {"gradient_average": False, "message_size": 3},
     "mean at the end": {"delay_allreduce": True},
     "mean in two, in fp32": {"gradient_predivide_factor": 2.0, "allreduce_always_fp32": True},
+    "sum over 4, copied": {"gradient_average": False, "gradient_predivide_factor": 4.0},
 }
 USERS_HOOK = "plain, with a communication hook of the user's"
 OPTIMIZERS = {
@@ -112,15 +122,16 @@ def train(
         verbosity=0,
         **{"loss_scale": 128.0, **options},
     )
-    if wrapper in WRAPPERS:
-        model = DistributedDataParallel(model, **WRAPPERS[wrapper])
-    elif wrapper == USERS_HOOK:
-        model = DistributedDataParallel(model)
-        model.register_comm_hook(None, allreduce_hook)
-    else:
+    if wrapper in APEX_WRAPPERS:
         model = parallel.DistributedDataParallel(model, **APEX_WRAPPERS[wrapper])
+    else:
+        model = DistributedDataParallel(model, **WRAPPERS.get(wrapper, {}))
+    if wrapper == USERS_HOOK:
+        model.register_comm_hook(None, allreduce_hook)
     scales, grads = [], []
     for step in range(steps):
+        if step == 1 and "copied" in wrapper:
+            model, optim = copy.deepcopy(read_back((model, optim), weights_only=False))
         for micro, how in enumerate(pattern):
             micro_step(model, optim, how, data(rank, step, micro), poison == (rank, step, micro))
         scales.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
@@ -397,9 +408,7 @@ def test_all_ranks_keep_the_same_loss_scale(ranks: Ranks, level: str, pattern: s
 
 def train_fp16_optimizer(rank: int, pattern: str, poison: tuple[int, int, int] | None) -> dict[str, Any]:
     model: Any = DistributedDataParallel(net().to(torch.float16))
-    optim = FP16_Optimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), static_loss_scale=128.0, verbose=False
-    )
+    optim = FP16_Optimizer(OPTIMIZERS["sgd"](model.parameters()), static_loss_scale=128.0, verbose=False)
     for step in range(3):
         for micro, how in enumerate(pattern):
             with model.no_sync() if how == "u" else nullcontext():

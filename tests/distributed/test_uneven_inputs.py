@@ -84,7 +84,7 @@ def test_ranks_with_different_numbers_of_batches(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("wrapper", ["views", "unused", "small buckets"])
+@pytest.mark.parametrize("wrapper", ["views", "unused", "small buckets, copied"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_every_wrapper(ranks: Ranks, level: str, wrapper: str) -> None:
     first, second = ranks.run(train, level, 128.0, wrapper, (2, 4), True, 1)

@@ -86,12 +86,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 stacklevel=2,
             )
         bucket = 2.0**20 if delay_allreduce else message_size * 4 / 2**20  # MiB of fp32; one bucket for all gradients
-        super().__init__(module, bucket_cap_mb=bucket, find_unused_parameters=delay_allreduce)
         predivide = None if gradient_predivide_factor == 1.0 and gradient_average else gradient_predivide_factor
-        reduction = reduction_of(self)
-        reduction.always_fp32, reduction.predivide = bool(allreduce_always_fp32), predivide
-        reduction.average = gradient_average
-        if reduction.changes_gradients:
+        # The communication hook reads these attributes, and torch copies them together with the wrapper.
+        self.allreduce_always_fp32 = allreduce_always_fp32
+        self.gradient_predivide_factor = predivide
+        self.gradient_average = gradient_average
+        super().__init__(module, bucket_cap_mb=bucket, find_unused_parameters=delay_allreduce)
+        if (reduction := reduction_of(self)).changes_gradients:
             reduction.hook()  # also for optimizers that are not attached
 
     def disable_allreduce(self) -> None:

@@ -139,6 +139,7 @@ __all__ = [
     "qualified_name",
     "queue_after_backward",
     "rebuild_buckets",
+    "register_comm_hook",
     "register_state_dict_hook",
     "renew_flat_weights",
     "replace_engine",
@@ -342,6 +343,15 @@ def values_of(sparse: torch.Tensor) -> torch.Tensor:
 def has_comm_hook(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
     """True if user code registered a communication hook. Only torch's log has its built-in hooks."""
     return bool(wrapper._comm_hooks or wrapper._get_ddp_logging_data().get("comm_hook"))
+
+
+def register_comm_hook(wrapper: torch.nn.parallel.DistributedDataParallel, state: Any, hook: Any) -> None:
+    """Register a communication hook, and remove it from the wrapper's list of hooks.
+
+    Torch copies and pickles that list, but not the hooks in its reducer, and the state of this hook cannot be pickled.
+    """
+    wrapper.register_comm_hook(state, hook)
+    wrapper._comm_hooks.pop()
 
 
 def join_facts(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[bool, int | None]:

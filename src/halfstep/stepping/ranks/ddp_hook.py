@@ -32,6 +32,7 @@ from ...torch_internals.torch_compat import (
     outputs_of_wrapper,
     queue_after_backward,
     rebuild_buckets,
+    register_comm_hook,
 )
 from .joining import is_joining, share_masters_after_join
 
@@ -45,9 +46,8 @@ def _register_wrapper(module: torch.nn.Module, name: str, submodule: torch.nn.Mo
     if type(module).__name__ == "FullyShardedDataParallel":
         _refuse_masters(submodule)
     if isinstance(module, DistributedDataParallel) and name == "module":
-        REDUCTIONS.append(reduction := DDPHook(module, submodule))
+        _add_reduction(module, submodule)
         module.register_forward_hook(_watch_outputs)
-        weakref.finalize(module, REDUCTIONS.remove, reduction).atexit = False
         share_masters_after_join(module)
 
 
@@ -63,9 +63,17 @@ def _refuse_masters(module: torch.nn.Module) -> None:
 torch.nn.modules.module.register_module_module_registration_hook(_register_wrapper)
 
 
+def _add_reduction(wrapper: DistributedDataParallel, module: torch.nn.Module) -> "DDPHook":
+    """Create the communication hook of a wrapper, which lives as long as the wrapper."""
+    REDUCTIONS.append(reduction := DDPHook(wrapper, module))
+    weakref.finalize(wrapper, REDUCTIONS.remove, reduction).atexit = False
+    return reduction
+
+
 def reduction_of(wrapper: DistributedDataParallel) -> "DDPHook":
-    """Return the communication hook of a wrapper."""
-    return next(one for one in REDUCTIONS if isinstance(one, DDPHook) and one.wrapper() is wrapper)
+    """Return the communication hook of a wrapper. Torch copies and loads a wrapper without one: create it then."""
+    found = (one for one in REDUCTIONS if isinstance(one, DDPHook) and one.wrapper() is wrapper)
+    return next(found, None) or _add_reduction(wrapper, wrapper.module)
 
 
 class DDPHook:
@@ -97,9 +105,9 @@ class DDPHook:
     def __init__(self, wrapper: DistributedDataParallel, module: torch.nn.Module) -> None:
         self.wrapper = weakref.ref(wrapper)
         params = [p for name, p in module.named_parameters() if name not in wrapper.parameters_to_ignore]
-        self.always_fp32 = False
-        self.predivide: float | None = None
-        self.average = True
+        self.always_fp32 = bool(getattr(wrapper, "allreduce_always_fp32", False))
+        self.predivide: float | None = getattr(wrapper, "gradient_predivide_factor", None)
+        self.average = bool(getattr(wrapper, "gradient_average", True))
         self.params = frozenset(map(id, params))
         self.group: dist.ProcessGroup = wrapper.process_group
         self.world = dist.get_world_size(self.group)
@@ -155,14 +163,12 @@ class DDPHook:
 
         Before the first bucket arrives, and under a user's hook, no other state shows that DDP will all-reduce.
         """
-        wrapper = self.wrapper()
-        return wrapper is not None and bool(wrapper.require_forward_param_sync)
+        return bool(getattr(self.wrapper(), "require_forward_param_sync", False))
 
     @property
     def is_joining(self) -> bool:
         """True in ``DistributedDataParallel.join``, where some ranks may have run out of inputs."""
-        wrapper = self.wrapper()
-        return wrapper is not None and is_joining(wrapper)
+        return is_joining(self.wrapper())
 
     def hook(self, fp32: Iterable[torch.Tensor] = ()) -> None:
         """Register the communication hook if torch's all-reduce does not suffice.
@@ -175,7 +181,7 @@ class DDPHook:
         if wrapper is None or self.hooked or has_comm_hook(wrapper):
             return
         if self.always_fp32 or self.predivide is not None or not self.average or self._fp32 or self._may_leave_unused:
-            wrapper.register_comm_hook(weakref.ref(self), _communicate)
+            register_comm_hook(wrapper, self, DDPHook.communicate)
             self.hooked = True
 
     # ---- around a backward pass in a block
@@ -402,15 +408,7 @@ class DDPHook:
 
 
 @eager
-def _watch_outputs(wrapper: torch.nn.Module, _: Any, outputs: Any) -> None:
+def _watch_outputs(wrapper: Any, _: Any, outputs: Any) -> None:
     """Watch the outputs of a wrapper's forward pass; the forward hook of the wrapper."""
-    found = (one for one in REDUCTIONS if isinstance(one, DDPHook) and one.wrapper() is wrapper)
-    reduction = next(found, None) if torch.is_grad_enabled() else None
-    if reduction is not None:
-        reduction.watch(outputs)
-
-
-def _communicate(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Reduce a bucket: the communication hook. Its state is weak because the wrapper owns the hook."""
-    reduction: DDPHook = state()
-    return reduction.communicate(bucket)
+    if torch.is_grad_enabled():
+        reduction_of(wrapper).watch(outputs)

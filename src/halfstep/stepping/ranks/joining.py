@@ -23,9 +23,9 @@ def share_masters_after_join(wrapper: DistributedDataParallel) -> None:
     wrapper.join_hook = _HookMaker(wrapper)  # type: ignore[method-assign]
 
 
-def is_joining(wrapper: DistributedDataParallel) -> bool:
-    """True in ``join``, where some ranks may have run out of inputs."""
-    maker: Any = wrapper.join_hook
+def is_joining(wrapper: Any) -> bool:
+    """True in ``join`` of a wrapper, where some ranks may have run out of inputs; False for None."""
+    maker: Any = getattr(wrapper, "join_hook", None)
     return isinstance(maker, _HookMaker) and maker.open and join_facts(wrapper)[0]
 
 
