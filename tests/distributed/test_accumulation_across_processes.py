@@ -340,7 +340,7 @@ def test_a_window_costs_one_reduction_and_few_of_numbers(
     assert ranks.run(count_reductions, level, pattern, loss_scale) == [2 * (1 + numbers)] * 2
 
 
-def fail(rank: int, level: str, wrapper: str, optimizer: str, synced: bool) -> None:
+def fail(rank: int, level: str, wrapper: str, optimizer: str, way: str) -> None:
     """A backward pass that fails between two that do not."""
     model, optim = start_amp(net(), OPTIMIZERS[optimizer], level, dtype=torch.float16, loss_scale=128.0)
     ddp = parallel.DistributedDataParallel(model, **APEX_WRAPPERS[wrapper])
@@ -351,31 +351,32 @@ def fail(rank: int, level: str, wrapper: str, optimizer: str, synced: bool) -> N
         return [p.grad.clone() for p in amp.master_params(optim)]
 
     def interrupted() -> None:
-        with nullcontext() if synced else ddp.no_sync():
-            loss = ddp(data(rank, 0, 2)).float().square().mean()
-            with amp.scale_loss(loss, optim) as scaled_loss:
+        syncing = ddp.no_sync() if way == "unsynced" else nullcontext()
+        with syncing, amp.scale_loss(ddp(data(rank, 0, 2)).float().square().mean(), optim) as scaled_loss:
+            if way != "synced, before backward on one rank":
                 scaled_loss.backward()
-                raise KeyboardInterrupt
+            raise KeyboardInterrupt
 
     before = grads()
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    if not synced:
+    if rank or way != "synced, before backward on one rank":
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+    if way != "synced":
         assert_equal(grads(), before)
     micro_step(ddp, optim, "s", data(rank, 0, 3))
     optim.step()
-    assert amp.steps_skipped(optim) == synced
+    assert amp.steps_skipped(optim) == (way == "synced")
     amp.deactivate()
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("wrapper", ["sum", "mean in two"])
 @pytest.mark.parametrize("optimizer", ["sgd", "ours"])
-@pytest.mark.parametrize("synced", [False, True])
+@pytest.mark.parametrize("way", ["unsynced", "synced", "synced, before backward on one rank"])
 def test_a_pass_that_fails_leaves_what_was_there_or_skips_the_step_where_ranks_have_talked(
-    ranks: Ranks, level: str, wrapper: str, optimizer: str, synced: bool
+    ranks: Ranks, level: str, wrapper: str, optimizer: str, way: str
 ) -> None:
-    ranks.run(fail, level, wrapper, optimizer, synced)
+    ranks.run(fail, level, wrapper, optimizer, way)
 
 
 @pytest.mark.parametrize("level", LEVELS)

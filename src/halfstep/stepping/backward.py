@@ -346,13 +346,12 @@ class Window:
         If the pass already sent gradients to other ranks, accumulated into earlier gradients, or unscaled some of them,
         the earlier gradients are lost, and the next step is skipped.
         """
-        params = self.params()
-        lost = self.ranks.abandon_backward() or self._in_place
+        lost = self.ranks.abandon_backward(self.gradients.arrived()) or self._in_place
         if self.state is not WindowState.FINISHING:
             self.gradients.restore()
         else:
             self.gradients.forget()
-            for param in params:
+            for param in self.params():
                 param.grad = None
         if self.release is not None:
             self.release.abandon()
@@ -533,7 +532,7 @@ def record_pass(
     if pending_scaler is not None and scaler is not None:
         if alone:
             pending_scaler.update(found_inf, lambda: blame(windows))
-        elif not any(window.ranks.has_unsynced for window in windows):
+        elif not any(window.ranks.unsynced for window in windows):
             sync_overflow(windows)
 
 

@@ -165,11 +165,6 @@ class DDPHook:
         """
         return bool(getattr(self.wrapper(), "require_forward_param_sync", False))
 
-    @property
-    def is_joining(self) -> bool:
-        """True in ``DistributedDataParallel.join``, where some ranks may have run out of inputs."""
-        return is_joining(self.wrapper())
-
     def hook(self, fp32: Iterable[torch.Tensor] = ()) -> None:
         """Register the communication hook if torch's all-reduce does not suffice.
 
@@ -254,7 +249,7 @@ class DDPHook:
     def rebuild_buckets(self) -> None:
         """Rebuild the buckets after a backward pass that the ranks averaged, while all ranks take part."""
         wrapper = self.wrapper()
-        if wrapper is None or self.is_joining:
+        if wrapper is None or is_joining(wrapper):
             return
         views = bool(wrapper.gradient_as_bucket_view and self._fp32 and not has_rebuilt_buckets(wrapper))
         before = [(p, p.grad) for p in wrapper.module.parameters() if p.grad is not None] if views else []
@@ -313,7 +308,7 @@ class DDPHook:
         elif takes_part and (fp32 or self._may_leave_unused):
             self._add(bucket, buffer, sent)
         average = self.average or (bool(self.open) and self._plain is None)
-        world = self._active_ranks(takes_part) if self.is_joining else self.world
+        world = self._active_ranks(takes_part) if is_joining(self.wrapper()) else self.world
         before = self.predivide or (world if average else 1.0)
         after = world / before if average else 1.0
         if before != 1.0:

@@ -52,6 +52,7 @@ from ...parameters.loss_scaler import DeviceLossScaler
 from ...parameters.table import REDUCTIONS, Slot
 from .ddp_hook import DDPHook
 from .flat_buckets import average_gradients, share_masters
+from .joining import is_joining
 
 __all__ = ["BackwardRecord", "RankSync", "share_overflow"]
 
@@ -84,6 +85,7 @@ class RankSync:
     Attributes:
         reductions: the reductions of the wrappers around the optimizer's parameters. Without a wrapper the optimizer
             sends nothing.
+        unsynced: the count of passes since the ranks averaged the gradients of a wrapper, if there is such a pass.
     """
 
     def __init__(self) -> None:
@@ -93,7 +95,7 @@ class RankSync:
         self._open: list[tuple[DDPHook, int, dict[torch.Tensor, int]]] = []
         self._slots: Sequence[Slot] = ()  # the rows of the optimizer in the open pass
         self._averages_in_place = False  # the open pass averages gradients of earlier passes in place
-        self._unsynced: dict[DDPHook, int] = {}  # count of passes since the ranks averaged the wrapper's gradients
+        self.unsynced: dict[DDPHook, int] = {}
         self._had_pass = False
         # True if ranks differ in this window, and some ranks read this only after their step. Those ranks step without
         # another message, so this rank must not send any: it would wait for them forever.
@@ -103,7 +105,7 @@ class RankSync:
     @property
     def joining(self) -> bool:
         """True if some ranks may have run out of inputs, so that they take part in DDP's reductions only."""
-        return any(reduction.is_joining for reduction in self.reductions)
+        return any(is_joining(reduction.wrapper()) for reduction in self.reductions)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -119,14 +121,9 @@ class RankSync:
             reduction.rebuild_buckets()
         return _distinct(reduction.group for reduction in self.reductions if reduction.wrapper() is not None)
 
-    @property
-    def has_unsynced(self) -> bool:
-        """True if there are gradients that the ranks have not averaged."""
-        return bool(self._unsynced)
-
     def end_window(self) -> None:
         """End the accumulation window after a step or ``zero_grad``."""
-        self._unsynced.clear()
+        self.unsynced.clear()
         for reduction in self.reductions:
             reduction.end_window()
         self._ranks_differ = False
@@ -185,7 +182,7 @@ class RankSync:
         before = self.reductions
         candidates = [one for one in REDUCTIONS if isinstance(one, DDPHook) and one.changes_gradients]
         self.reductions = [each for each in candidates if not each.params.isdisjoint(map(id, params))]
-        self._unsynced = {each: passes for each, passes in self._unsynced.items() if each in self.reductions}
+        self.unsynced = {each: passes for each, passes in self.unsynced.items() if each in self.reductions}
         for reduction in self.reductions:
             if reduction not in before:
                 # The wrapper gave every rank the weights of rank 0, but each rank still has its own masters.
@@ -219,15 +216,29 @@ class RankSync:
                 # Ranks can average a pass that began unsynced. They did not send the set-aside gradients in this case.
                 saved = [slot.param for slot in self._slots if slot.grad.saved is not None]
                 if reduction.will_sync or not any(map(reduction.holds, saved)):
-                    self._unsynced.pop(reduction, None)
+                    self.unsynced.pop(reduction, None)
             elif brought or not reduction.will_sync:
-                self._unsynced[reduction] = self._unsynced.get(reduction, 0) + 1
+                self.unsynced[reduction] = self.unsynced.get(reduction, 0) + 1
 
-    def abandon_backward(self) -> bool:
-        """True if a failed backward pass has lost the gradients accumulated before it, which were in a bucket."""
+    @torch.no_grad()
+    def abandon_backward(self, arrived: bool) -> bool:
+        """True if a failed backward pass has lost the gradients accumulated before it, which were in a bucket.
+
+        A pass that failed before its first gradient has sent nothing and lost nothing. Gradients that it left in place,
+        multiplied by the loss scale, are divided again.
+
+        Args:
+            arrived: True if a parameter has a gradient that had none when the pass began.
+        """
+        began = arrived or not self._open
+        for reduction, allreduces, before in self._open:
+            began = began or reduction.allreduces > allreduces or _versions(reduction, self._slots) != before
+        for reduction, _, before in [] if began else self._open:
+            for param in before if reduction.scale is not None else ():
+                param.grad.div_(reduction.scale)  # type: ignore[union-attr, arg-type]
         carried = self._averages_in_place
         closed = list(self._close())
-        return carried or any(averaged for _, averaged, _ in closed)
+        return began and (carried or any(averaged for _, averaged, _ in closed))
 
     def _close(self) -> Iterator[tuple[DDPHook, bool, bool]]:
         """Yield each wrapper of the open pass, with two flags: ranks averaged its gradients; it got unaveraged ones."""
@@ -264,7 +275,7 @@ class RankSync:
                 clip gradients that were not averaged.
         """
         if self.joining:
-            if self._unsynced:
+            if self.unsynced:
                 raise UsageError(
                     "In DistributedDataParallel.join() the last backward pass before a step must not be in no_sync(): "
                     "ranks that have run out of inputs take part in the reductions of backward passes only."
@@ -272,15 +283,15 @@ class RankSync:
             return
         # In a loop without blocks a rank has gradients, and need not compare anything.
         asks = steps and (self._had_pass or all(p.grad is None for p in params))
-        if not self._ranks_differ and (self._unsynced or (asks and not capturing(self.reductions[0].device))):
+        if not self._ranks_differ and (self.unsynced or (asks and not capturing(self.reductions[0].device))):
             scales = len({record.pending_scaler for record in records if not record.shared})
             self._compare(steps, scales)
         done: set[int] = set()
-        for reduction in [] if self._ranks_differ else [each for each in self.reductions if each in self._unsynced]:
+        for reduction in [] if self._ranks_differ else [each for each in self.reductions if each in self.unsynced]:
             owners = [p for p in params if reduction.holds(p) and id(p) not in done]
             done.update(map(id, owners))
             average_gradients(owners, reduction.group, reduction.message_device, set(map(id, fp32)))
-        self._unsynced.clear()
+        self.unsynced.clear()
 
     def _compare(self, steps: bool, scales: int) -> None:
         """Exchange the facts, and raise an error on every rank if they differ."""
@@ -288,7 +299,7 @@ class RankSync:
             _refuse(before, "Before the previous step", _LATE)
         for group in self.groups:
             mine = [reduction for reduction in self.reductions if reduction.group is group]
-            facts = [int(steps), scales, *(self._unsynced.get(reduction, 0) for reduction in mine)]
+            facts = [int(steps), scales, *(self.unsynced.get(reduction, 0) for reduction in mine)]
             both = [*facts, *(-fact for fact in facts)]
             largest = torch.tensor(both, dtype=torch.float32, device=mine[0].message_device)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -298,7 +309,7 @@ class RankSync:
                 _refuse(found)
             else:
                 self._late.post(*found)
-                self._ranks_differ = bool(self._unsynced) and bool(differences.any())
+                self._ranks_differ = bool(self.unsynced) and bool(differences.any())
 
 
 _PROBLEMS = (
