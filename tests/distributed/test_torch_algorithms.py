@@ -199,15 +199,19 @@ def test_what_communication_hooks_do_to_gradients(ranks: Ranks, level: str, dtyp
         assert torch.equal(first[hook], second[hook]) == (hook not in ("post_localSGD", "noop")), hook
 
 
-def refused(rank: int) -> str:
+def refused(rank: int, option: str, level: str) -> str:
     model = nn.Linear(2, 2)
     of_zero = of_distributed("ZeroRedundancyOptimizer")
-    optimizer = of_zero(model.parameters(), torch.optim.SGD, lr=0.1, parameters_as_bucket_view=True)
+    optimizer = of_zero(model.parameters(), torch.optim.SGD, lr=0.1, **{option: True})
     with pytest.raises(UsageError) as error:
-        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert model.weight.dtype is torch.float32
     return str(error.value)
 
 
-def test_zero_with_views_of_the_weights_is_refused_where_weights_are_cast(ranks: Ranks) -> None:
-    assert "parameters_as_bucket_view=True" in ranks.run(refused)[0]
+@pytest.mark.parametrize(
+    ("option", "level"),
+    [("parameters_as_bucket_view", "O2"), ("overlap_with_ddp", "O1"), ("overlap_with_ddp", "O2")],
+)
+def test_options_of_zero_that_are_refused(ranks: Ranks, option: str, level: str) -> None:
+    assert f"{option}=True" in ranks.run(refused, option, level)[0]

@@ -218,8 +218,13 @@ def check(
     """
     if len(set(map(id, models))) < len(models) or len({id(unwrap(one)) for one in optimizers}) < len(optimizers):
         raise UsageError(f"A model or optimizer is in the list twice; give {caller} each one once.")
-    for optimizer in map(unwrap, optimizers) if dtype is not None else ():
-        if _sharded_state(optimizer) is not None and optimizer.parameters_as_bucket_view:
+    for optimizer in map(unwrap, optimizers):
+        if getattr(optimizer, "_overlap_with_ddp", False):
+            raise UsageError(
+                f"{caller}: the ZeroRedundancyOptimizer was made with overlap_with_ddp=True, so it steps in backward "
+                "passes, before their gradients are unscaled and checked. Leave that argument out."
+            )
+        if dtype is not None and _sharded_state(optimizer) is not None and optimizer.parameters_as_bucket_view:
             raise UsageError(
                 f"{caller}: the ZeroRedundancyOptimizer was made with parameters_as_bucket_view=True. It sends weights "
                 "from fp32 buckets, and casting would detach the weights from them, so each rank would train a "
