@@ -219,12 +219,7 @@ def check(
     if len(set(map(id, models))) < len(models) or len({id(unwrap(one)) for one in optimizers}) < len(optimizers):
         raise UsageError(f"A model or optimizer is in the list twice; give {caller} each one once.")
     for optimizer in map(unwrap, optimizers):
-        if getattr(optimizer, "_overlap_with_ddp", False):
-            raise UsageError(
-                f"{caller}: the ZeroRedundancyOptimizer was made with overlap_with_ddp=True, so it steps in backward "
-                "passes, before their gradients are unscaled and checked. Leave that argument out."
-            )
-        if dtype is not None and _sharded_state(optimizer) is not None and optimizer.parameters_as_bucket_view:
+        if _sharded_state(optimizer) is not None and dtype is not None and optimizer.parameters_as_bucket_view:
             raise UsageError(
                 f"{caller}: the ZeroRedundancyOptimizer was made with parameters_as_bucket_view=True. It sends weights "
                 "from fp32 buckets, and casting would detach the weights from them, so each rank would train a "
@@ -323,6 +318,17 @@ def _leave_broken_step(optimizer: Any) -> None:
 
 
 def _sharded_state(optimizer: Any) -> torch.optim.Optimizer | None:
-    """Return the inner optimizer of a ``ZeroRedundancyOptimizer``, which has this rank's state; None for others."""
+    """Return the inner optimizer of a ``ZeroRedundancyOptimizer``, which has this rank's state; None for others.
+
+    Raises:
+        UsageError: for one that was made with ``overlap_with_ddp=True``.
+    """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return optimizer.optim if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else None
+    if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return None
+    if not hasattr(optimizer, "optim"):
+        raise UsageError(
+            "This ZeroRedundancyOptimizer was made with overlap_with_ddp=True, so it steps in backward passes, before "
+            "their gradients are unscaled and checked. Leave that argument out."
+        )
+    return optimizer.optim  # type: ignore[no-any-return]
