@@ -86,10 +86,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 stacklevel=2,
             )
         bucket = 2.0**20 if delay_allreduce else message_size * 4 / 2**20  # MiB of fp32; one bucket for all gradients
-        predivide = None if gradient_predivide_factor == 1.0 and gradient_average else gradient_predivide_factor
         # The communication hook reads these attributes, and torch copies them together with the wrapper.
         self.allreduce_always_fp32 = allreduce_always_fp32
-        self.gradient_predivide_factor = predivide
+        self.gradient_predivide_factor = gradient_predivide_factor
         self.gradient_average = gradient_average
         super().__init__(module, bucket_cap_mb=bucket, find_unused_parameters=delay_allreduce)
         if (reduction := reduction_of(self)).changes_gradients:

@@ -315,7 +315,8 @@ class AttachedOptimizer:
             found_inf = any_overflow(records) if records else None
             if closure is None and (window.forgot_records or (not records and window.state is WindowState.DIRTY)):
                 window.forgot_records, stale = False, window.clear_stale_overflow()
-                found_inf = stale if found_inf is None or stale is None else torch.maximum(found_inf, stale)
+                if stale is not None:
+                    found_inf = stale if found_inf is None else torch.maximum(found_inf, stale.to(found_inf.device))
             # Step hooks must not run for a skipped step. On a CPU the host reads the flag, which costs nothing. On
             # other devices the host would wait, so hooks run, and can read ``optimizer.step_was_skipped``.
             tells = self.hooked and found_inf is not None and found_inf.is_cpu and has_step_hooks(optimizer)

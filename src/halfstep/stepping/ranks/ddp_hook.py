@@ -106,8 +106,9 @@ class DDPHook:
         self.wrapper = weakref.ref(wrapper)
         params = [p for name, p in module.named_parameters() if name not in wrapper.parameters_to_ignore]
         self.always_fp32 = bool(getattr(wrapper, "allreduce_always_fp32", False))
-        self.predivide: float | None = getattr(wrapper, "gradient_predivide_factor", None)
         self.average = bool(getattr(wrapper, "gradient_average", True))
+        divisor = getattr(wrapper, "gradient_predivide_factor", 1.0)
+        self.predivide: float | None = None if divisor == 1.0 and self.average else divisor
         self.params = frozenset(map(id, params))
         self.group: dist.ProcessGroup = wrapper.process_group
         self.world = dist.get_world_size(self.group)
