@@ -39,8 +39,8 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
     "diagnostics": ("diagnostics",),
     "paddle": ("paddle",),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_616, "compat": 3_298, "diagnostics": 3_904, "paddle": 1_458}
-ALL_CODE_LINES = 22_145
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_617, "compat": 3_298, "diagnostics": 3_904, "paddle": 1_458}
+ALL_CODE_LINES = 22_146
 FEATURES = {"diagnosis": (484, 543), "formats": (1_499, 1_299), "searching": (900, 700)}
 FEATURES |= {"profiling": (1_097, 900), "parity": (500, 450)}
 """Lines of code of a room and of its tests. The budgets of all sources and all tests leave them out (issue 48)."""
