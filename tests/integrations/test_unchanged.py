@@ -46,10 +46,11 @@ def assert_trains_on_masters(model: nn.Module, optimizer: Any, **options: Any) -
     assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
 
 
-def trained() -> nn.Module:
-    model, optimizer = with_optimizer(direct.classifier(), torch.optim.AdamW, lr=1e-2)
+def trained(model: nn.Module | None = None, steps: int = 4) -> nn.Module:
+    model = direct.classifier() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     amp.decorate(model, optimizer, level="O2", dtype="bfloat16")
-    fit(model, optimizer)
+    fit(model, optimizer, steps)
     model.optimizer = optimizer  # whose masters the model is saved from
     return model
 
