@@ -1,4 +1,4 @@
-"""A run that is started again goes on bit for bit; ``test_killed.py`` has kills at random moments."""
+"""A training that is started again continues bit for bit; ``test_killed.py`` has kills at random moments."""
 
 from __future__ import annotations
 
