@@ -17,9 +17,9 @@ from halfstep import amp
 from halfstep.casting import config, emulation
 from tests.support.combinations import STRENGTHS, chosen
 from tests.support.defaults import DEFAULTS, OtherDefaults
-from tests.support.processes import four_ranks, ranks
+from tests.support.processes import ranks
 
-__all__ = ["four_ranks", "ranks"]
+__all__ = ["ranks"]
 
 gc.disable()  # imports and the collection of tests make millions of objects that stay
 torch.set_num_threads(1)
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if isinstance(item, pytest.Function) and not {"ranks", "four_ranks"}.isdisjoint(item.fixturenames):
+        if isinstance(item, pytest.Function) and "ranks" in item.fixturenames:
             item.add_marker(pytest.mark.exhaustive)  # it starts processes
 
 

@@ -188,6 +188,7 @@ class Digits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return len(self.labels)
 
 
+@pytest.mark.exhaustive
 def test_high_level_api(capsys: pytest.CaptureFixture[str]) -> None:
     """Section 2.2, on digits of 64 pixels where the guide has MNIST's 784."""
     net = nn.Sequential(nn.Flatten(1), nn.Linear(64, 200), nn.Tanh(), nn.Linear(200, 10))

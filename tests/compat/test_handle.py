@@ -328,6 +328,7 @@ def test_disabled_does_nothing() -> None:
     assert everything(inner) == before
 
 
+@pytest.mark.exhaustive
 def test_compiled_model_under_init() -> None:
     amp.init(dtype=torch.bfloat16)
     model = linear()

@@ -12,7 +12,7 @@ from torch import nn
 from halfstep import optimizers
 from tests.distributed.test_fsdp import whole
 from tests.support import shards
-from tests.support.processes import Ranks
+from tests.support.processes import Ranks, ranks_of
 from tests.support.worlds import unscaled_step
 
 
@@ -66,12 +66,7 @@ def resume(rank: int, folder: str, state_dtype: Any) -> list[Any]:
 def test_saved_on_two_ranks_and_loaded(ranks: Ranks, tmp_path: Path, world: int, state_dtype: Any) -> None:
     """On the same mesh with the same form to the bit; on another, or into fp32 state, as near as 8 bits are."""
     expected = ranks.run(save, str(tmp_path))
-    others = ranks if world == 2 else Ranks(world)
-    try:
-        found = others.run(resume, str(tmp_path), state_dtype)
-    finally:
-        if others is not ranks:
-            others.kill()
+    found = ranks_of(world).run(resume, str(tmp_path), state_dtype)
     for ours, theirs in zip(found, expected, strict=False):
         if world == 2 and state_dtype:
             assert len(ours) == len(theirs)

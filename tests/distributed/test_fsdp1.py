@@ -91,6 +91,7 @@ def refused(rank: int, what: str, orig: bool) -> str:
     return "nobody minded"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("orig", FLAT)
 @pytest.mark.parametrize(
     "what",

@@ -49,6 +49,7 @@ def train(rank: int, name: str, kinds: tuple[str, ...]) -> list[torch.Tensor]:
     return [whole(p) for p in params]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kinds", ORDERS)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_each_parameter_steps_as_if_all_were_plain(ranks: Ranks, name: str, kinds: tuple[str, ...]) -> None:

@@ -6,8 +6,6 @@ one, and gradients of one rank overflow. A rank that hangs is killed, and the ca
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import DynamicLossScale, amp
-from tests.support.processes import Ranks
+from tests.support.processes import ranks_of
 from tests.support.worlds import scaled_backward, start_amp, step_and_clear
 
 from .by_hand import ByHand
@@ -157,20 +155,6 @@ def by_one(plan: Plan) -> tuple[list[torch.Tensor], list[float]]:
     return weights, scales
 
 
-@functools.cache
-def group(world: int) -> Ranks:
-    """So many processes, started once."""
-    made = Ranks(world)
-    atexit.register(made.close)
-    made.run(ready, limit=120.0)  # they import torch, which takes long on a busy machine
-    return made
-
-
-def ready(rank: int) -> bool:
-    """A rank has started."""
-    return True
-
-
 @st.composite
 def plans(draw: Any) -> Plan:
     """Any plan."""
@@ -204,7 +188,7 @@ class Windows(RuleBasedStateMachine):
     def run(self, plan: Plan) -> None:
         """One plan."""
         Windows.cases += 1
-        answers = group(plan.world).run(train, plan, limit=60.0)
+        answers = ranks_of(plan.world).run(train, plan)
         expected, scales = by_one(plan)
         tolerance = 1e-5 if plan.level == "O0" else 2e-2
         for weights, own_scales in answers:

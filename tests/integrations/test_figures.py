@@ -78,7 +78,8 @@ def test_model_fit_logs_to_tensorboard(tmp_path: Path) -> None:
 def test_model_fit_logs_to_a_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="wandb is not installed; `make integrations` installs it")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    with wandb.init(mode="offline", dir=str(tmp_path), project="halfstep") as run:
+    settings = wandb.Settings(disable_git=True, x_disable_meta=True)
+    with wandb.init(mode="offline", dir=str(tmp_path), project="halfstep", settings=settings) as run:
         fitted(run, every=1)
         assert run.summary["halfstep/overflows"] == 1.0
 
@@ -133,6 +134,7 @@ def test_lightning_logs_them_through_its_loggers() -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_transformers_log_them_with_the_loss(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="Transformers is not installed; `make integrations` installs it")
     from tests.integrations.test_accelerate import forget

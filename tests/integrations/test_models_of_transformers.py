@@ -29,6 +29,7 @@ def losses(name: str, level: str, half: torch.dtype) -> list[float]:
     return [loss.item() for loss in found]
 
 
+@pytest.mark.costly
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])

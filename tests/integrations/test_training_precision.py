@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch.nn import functional as F
 from halfstep import Policy, amp
 from halfstep.integrations.training_precision import TrainingPrecision
 from tests.integrations import direct_loop as direct
+from tests.support.python import python
 from tools.code_lines import code_lines
 
 ADAPTERS = Path(__file__).parents[2] / "src" / "halfstep" / "integrations"
@@ -110,7 +109,9 @@ def test_an_adapter_is_thin_and_uses_public_names_of_the_engine(path: Path) -> N
     assert {name for name in engine if not name.startswith(stateless)} <= public
 
 
+@pytest.mark.exhaustive
 def test_no_trainer_is_imported_unless_an_adapter_is_asked_for() -> None:
     code = "import sys, halfstep.amp, halfstep.integrations.training_precision; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = python("-c", code).stdout.split()
+    assert "halfstep.integrations.training_precision" in loaded
     assert not TRAINERS & {name.partition(".")[0] for name in loaded}

@@ -113,6 +113,7 @@ def direct_loop(
     return found, [p.detach().clone() for p in amp.master_params(optimizer)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(("level", "dtype"), RECIPES)
@@ -130,6 +131,7 @@ def test_trains_as_the_plain_loop_does(level: str, dtype: str, accumulate: int, 
     torch.testing.assert_close([*masters(trainer)], [*weights], rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 def test_every_weight_of_a_model_loaded_in_bf16_moves(tmp_path: Path) -> None:
     slow = arguments(tmp_path, learning_rate=1e-5, max_steps=20, warmup_steps=0, lr_scheduler_type="constant")
     data, start = sentences(20 * BATCH), llama(torch.bfloat16).state_dict()
@@ -146,6 +148,7 @@ def test_every_weight_of_a_model_loaded_in_bf16_moves(tmp_path: Path) -> None:
         assert moved(Halfstep(llama(torch.bfloat16), slow, train_dataset=data, halfstep=precision)) > 0.999
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("level", "dtype", "loaded"),
     [
@@ -173,6 +176,7 @@ def tied() -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=32, n_layer=1, n_head=2))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("build", [llama, tied])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_what_is_saved_agrees_with_its_config_and_holds_the_masters(level: str, build: Any, tmp_path: Path) -> None:
@@ -191,6 +195,7 @@ def test_what_is_saved_agrees_with_its_config_and_holds_the_masters(level: str, 
             torch.testing.assert_close(loaded[name], value, rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_adapters_train_in_fp32_on_a_frozen_bf16_base(level: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed; `make integrations` installs it")

@@ -132,6 +132,7 @@ def test_averages_of_weights_are_fp32_means_of_the_masters() -> None:
     assert average(torch.randn(2, 12)).dtype is torch.float32
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11, of its own copy
 def test_a_trained_model_is_exported() -> None:
     model = trained().eval()
@@ -206,6 +207,7 @@ def test_tensorboard_shows_masters(tmp_path: Path) -> None:
     assert events.Histograms("0.weight")[0].histogram_value.max == pytest.approx(weight.max().item())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["masters", "16-bit weights"])
 def test_onnx_of_a_trained_model(precision: str, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx", reason=missing("onnx"))

@@ -46,6 +46,7 @@ def prepared(configs: Any, lr: float = 0.1) -> halfstep.Model:
     return model
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_digits(level: str, dtype: str) -> None:

@@ -6,7 +6,10 @@ the first one is raised in the test, and the next test gets fresh ones.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -26,7 +29,7 @@ import torch.distributed as dist
 
 from halfstep.amp import PrecisionWarning
 
-__all__ = ["Ranks", "four_ranks", "one_rank", "ranks"]
+__all__ = ["Ranks", "one_rank", "ranks", "ranks_of"]
 
 _LIMIT = 150.0  # a busy machine takes a minute to import torch
 
@@ -47,6 +50,7 @@ class RankFailed(AssertionError):
 
 
 def _serve(rank: int, world: int, meeting: str, connection: Connection) -> None:
+    gc.freeze()  # a run of the garbage collector looks only at what jobs make
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", PrecisionWarning)
@@ -153,19 +157,15 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _group(world: int) -> Iterator[Ranks]:
-    group = Ranks(world)
-    yield group
-    group.close()
+@functools.cache
+def ranks_of(world: int) -> Ranks:
+    """So many processes, which all tests of a run share."""
+    made = Ranks(world)
+    atexit.register(made.close)
+    return made
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    """Two processes for the whole test run."""
-    yield from _group(2)
-
-
-@pytest.fixture(scope="session")
-def four_ranks() -> Iterator[Ranks]:
-    """Four for the whole test run."""
-    yield from _group(4)
+def ranks() -> Ranks:
+    """Two processes for the whole test run; a test that has them is exhaustive."""
+    return ranks_of(2)

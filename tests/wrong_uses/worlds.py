@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
@@ -183,6 +184,7 @@ def used_inside(scaler: Any = None) -> Callable[[], World]:
     return setup
 
 
+@functools.cache  # a wrong use changes nothing
 def captured() -> World:
     """A captured program, and an optimizer of it."""
     model = nn.Linear(4, 2)
