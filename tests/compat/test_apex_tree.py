@@ -231,7 +231,6 @@ with open(args.out, "w") as file:
         ([], "O2", "__main__ O2 torch.float16"),
         (["--dtype", "bfloat16"], "O2", "__main__ O2 torch.bfloat16"),
         (["--opt-level", "o0"], "O2", "__main__ O2 torch.float32"),
-        ([], "O1", "__main__ O1 torch.float32"),
     ],
 )
 def test_run(tmp_path: Path, options: list[str], asked: str, told: str) -> None:

@@ -15,7 +15,7 @@ from tests.support.processes import ranks_of
 pytestmark = pytest.mark.exhaustive  # it starts processes
 
 SCRIPT = Path(__file__).parents[2] / "examples/scale_out/train.py"
-SHORT = ["--steps", "12", "--depth", "1", "--length", "8"]
+SHORT = ["--steps", "8", "--depth", "1", "--length", "8"]
 
 
 def losses(rank: int, *arguments: str) -> list[float]:

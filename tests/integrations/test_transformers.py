@@ -113,6 +113,7 @@ def direct_loop(
     return found, [p.detach().clone() for p in amp.master_params(optimizer)]
 
 
+@pytest.mark.costly
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])

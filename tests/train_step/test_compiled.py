@@ -114,28 +114,17 @@ def test_it_trains_as_eager_steps_do(
     assert (signature.runs, signature.reason, signature.calls) == ("compiled", None, 10)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "make"),
-    # Adam makes steps of rounding noise, which is all the gradient that an attention's key bias has.
-    [(mlp, FP16, optimizers.FusedAdam), (Block, BF16, optimizers.FusedSGD)],
-)
-def test_a_hundred_compiled_steps_with_overflows_are_within_an_ulp(
-    kind: Any, dtype: torch.dtype, make: Any, graphs: Callable[[], int]
-) -> None:
-    model, optimizer, step = made(kind, "O2", dtype, make, False, compiled=True)
-    theirs, their_optimizer, their_step = made(kind, "O2", dtype, make, False)
-    overflows = {10, 30, 31, 60, 90} if dtype is FP16 and kind is mlp else set()
-    for i in range(100):
+def test_compiled_steps_with_overflows_are_within_an_ulp(graphs: Callable[[], int]) -> None:
+    model, optimizer, step = made(mlp, "O2", FP16, optimizers.FusedAdam, False, compiled=True)
+    theirs, their_optimizer, their_step = made(mlp, "O2", FP16, optimizers.FusedAdam, False)
+    overflows = {10, 30, 31, 40}
+    for i in range(50):
         given = batch(i, overflow=i in overflows)
         step(*given)
         their_step(*given)
     assert graphs() == 1
     assert amp.steps_skipped(optimizer) == amp.steps_skipped(their_optimizer) == len(overflows)
-    for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
-        if p.dtype is FP32:
-            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
-        else:
-            assert ulps(p, q) <= 1.0
+    assert max(map(ulps, model.parameters(), theirs.parameters())) <= 1.0
 
 
 @pytest.mark.usefixtures("aot_eager")
@@ -327,7 +316,7 @@ def test_each_train_step_is_compiled_for_static_shapes(whole: bool, monkeypatch:
         monkeypatch.setattr(program, "compile_with_autograd", lambda function: None)
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     for rows in range(2, 11):  # Dynamo gives up after eight compilations of one function
-        model = (mlp, Block)[rows % 2]()
+        model = (mlp(), nn.Linear(16, 16))[rows % 2]
         step = TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), compiled=True)
         step(*batch(0, rows=rows))
         assert step.signatures[0].runs == ("compiled" if whole else "in parts")
