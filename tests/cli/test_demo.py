@@ -7,7 +7,9 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def demo_output(folder: Path) -> tuple[str, str]:
     """What a small run prints and the page it writes."""
-    text = run("demo", "--device", "cpu", "--epochs", "2", "--width", "16", "--out", str(folder))
+    text = run("demo", "--device", "cpu", "--epochs", "2", "--width", "8", "--out", str(folder))
     return text, (folder / "report.html").read_text(encoding="utf-8")
 
 
@@ -79,6 +81,7 @@ def computed_in(dtype: str) -> str:
     return "units" if hardware.has_units(CPU, getattr(torch, dtype), "convolution") else "emulated"
 
 
+@pytest.mark.exhaustive
 def test_report_is_one_self_contained_page(demo_output: tuple[str, str]) -> None:
     text, page = demo_output
     assert "report.html" in text
@@ -91,6 +94,7 @@ def test_report_is_one_self_contained_page(demo_output: tuple[str, str]) -> None
     assert "<script" not in page
 
 
+@pytest.mark.exhaustive
 def test_pictures_and_tables_of_the_report_can_be_listened_to(demo_output: tuple[str, str]) -> None:
     _, page = demo_output
     reader = Reader(page)
@@ -103,6 +107,7 @@ def test_pictures_and_tables_of_the_report_can_be_listened_to(demo_output: tuple
     assert set(headings) == {"col", "row"}
 
 
+@pytest.mark.exhaustive
 def test_the_scale_of_float16_moves_and_the_page_says_why(demo_output: tuple[str, str], folder: Path) -> None:
     _, page = demo_output
     runs = json.loads((folder / "results.json").read_text())["runs"]
@@ -115,15 +120,17 @@ def test_the_scale_of_float16_moves_and_the_page_says_why(demo_output: tuple[str
     assert "The defaults are 2¹⁶ and 2,000" in page
 
 
+@pytest.mark.exhaustive
 def test_results_are_json_with_their_command_and_machine(demo_output: tuple[str, str], folder: Path) -> None:
     found = json.loads((folder / "results.json").read_text())
-    assert found["command"] == "halfstep demo --device cpu --levels O0,O1,O2,O3 --epochs 2 --width 16 --seed 0"
+    assert found["command"] == "halfstep demo --device cpu --levels O0,O1,O2,O3 --epochs 2 --width 8 --seed 0"
     assert found["machine"]["torch"] == torch.__version__
     assert [len(each["losses"]) for each in found["runs"]] == [2 * EPOCH_STEPS] * 5
     assert all(each["step_seconds"] > 0 for each in found["runs"])
     assert all(each["peak_bytes"] > each["held_bytes"] > 0 for each in found["runs"])
 
 
+@pytest.mark.exhaustive
 def test_each_epoch_is_one_line_in_a_pipe(demo_output: tuple[str, str]) -> None:
     text, _ = demo_output
     names = "O0 float32", "O1 bfloat16", "O2 bfloat16", "O3 bfloat16", "O2 float16"
@@ -140,6 +147,7 @@ def test_times_of_a_busy_machine_do_not_cut_the_table(capsys: pytest.CaptureFixt
     assert printed.split()[-1] == "1009"
 
 
+@pytest.mark.exhaustive
 def test_one_level_alone(tmp_path: Path) -> None:
     short = ["--epochs", "1", "--width", "8", "--out", str(tmp_path)]
     text = run("demo", "--device", "cpu", "--levels", "o2", "--dtype", "bfloat16", *short)
@@ -191,7 +199,12 @@ def test_a_machine_without_units_is_told_so_and_trains_at_full_width(
     monkeypatch.setattr(hardware, "cpu_units", lambda dtype: [])
     seen: list[DemoSettings] = []
     real = training.train
-    monkeypatch.setattr(training, "train", lambda settings, *rest: seen.append(settings) or real(settings, *rest))
+
+    def train(settings: DemoSettings, *rest: Any) -> list[DemoRun]:
+        seen.append(settings)
+        return real(replace(settings, width=8), *rest)
+
+    monkeypatch.setattr(training, "train", train)
     text = run("demo", "--device", "cpu", "--levels", "O0", "--epochs", "1", "--out", str(tmp_path))
     assert "no bfloat16 units" in text
     assert seen[0].width == 64
@@ -247,8 +260,7 @@ def test_a_logarithmic_axis_has_few_labels(low: float, high: float, shown: list[
 @pytest.mark.exhaustive
 def test_levels_of_one_seed_start_alike_and_see_the_same_data() -> None:
     settings = DemoSettings(LEVELS, CPU, torch.bfloat16, epochs=1, width=8)
-    runs = training.train(settings)
-    again = training.train(settings)
+    runs, again = training.train(settings), training.train(settings)
     for one, other in zip(runs, again, strict=True):
         assert one.losses == other.losses, f"{one.level} is not repeatable"
     first = [r.losses[0] for r in runs]
@@ -259,12 +271,13 @@ def test_levels_of_one_seed_start_alike_and_see_the_same_data() -> None:
 
 @pytest.mark.exhaustive
 def test_16_bit_levels_learn_as_well_as_fp32() -> None:
-    runs = training.train(DemoSettings(["O0", "O1", "O2"], CPU, torch.bfloat16, epochs=4, seed=0, width=24))
+    runs = training.train(DemoSettings(["O0", "O1", "O2"], CPU, torch.bfloat16, epochs=4, seed=0, width=16))
     accuracy = {result.level: 100 * result.test_accuracy for result in runs}
     assert accuracy["O0"] > 95
     assert min(accuracy.values()) > accuracy["O0"] - 1, accuracy
 
 
+@pytest.mark.exhaustive
 def test_demo_leaves_amp_usable(demo_output: tuple[str, str]) -> None:
     model = torch.nn.Linear(4, 4)
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)

@@ -21,7 +21,7 @@ from apex import amp
 
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale="dynamic")
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale="dynamic")
 for step in range(6):
     loss = model(torch.ones(2, 4)).mean() * (float("inf") if step == 2 else 1.0)
     with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -111,7 +111,6 @@ def test_fp16_optimizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("last", "status", "said"),
     [
-        ("raise KeyError('lost')", 1, "It ended with KeyError: 'lost'"),
         ("sys.exit(3)", 3, "It exited with 3."),
         ("sys.exit()", 0, "It ran to its end."),
         ("raise KeyboardInterrupt", None, "It ended with KeyboardInterrupt"),

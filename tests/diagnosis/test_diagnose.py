@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from torch import nn
 import halfstep
 from halfstep import Finding, amp
 from halfstep.cli.run_numerics import Monitors
-from halfstep.diagnosis import Diagnosis
+from halfstep.diagnosis import Diagnosis, diagnose
+from tests.support.python import python
 
 from .broken_scripts import SCRIPTS
 
@@ -104,7 +107,10 @@ def test_a_disabled_scaler_scales_no_gradients() -> None:
     assert [each for each in halfstep.diagnose(step, model, optimizer).findings if each.severity == "error"] == []
 
 
-def test_a_script_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_a_script_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SimpleNamespace(run=lambda command, **_: python(*command[1:]))
+    monkeypatch.setattr(sys.modules[diagnose.__module__], "subprocess", run)
     path = tmp_path / "train.py"
     path.write_text(SCRIPTS[-1].text(steps=4))
     result = halfstep.diagnose(path)

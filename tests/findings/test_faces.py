@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -214,8 +212,7 @@ nn.Sequential(nn.Linear(2, 2))(torch.ones(3, 3))
 @pytest.mark.exhaustive
 def test_the_traceback_of_a_script_that_fails_has_no_frames_of_ours(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
-    command = [sys.executable, "-m", "halfstep", "doctor", "fails.py"]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    found = python("-m", "halfstep", "doctor", "fails.py", cwd=tmp_path)
     assert found.returncode == 1
     lines = [line for line in found.stderr.splitlines() if line.lstrip().startswith("File ")]
     assert "fails.py" in lines[0]

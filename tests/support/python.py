@@ -133,6 +133,7 @@ def _become(job: dict[str, Any], compiled: str) -> None:
     else:
         sys.path[0] = str(Path(first).resolve().parent)
         sys.argv = [first, *rest]
+    status = 0
     try:
         if first == "-m":
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -140,8 +141,10 @@ def _become(job: dict[str, Any], compiled: str) -> None:
             exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
         else:
             runpy.run_path(first, run_name="__main__")
-    except SystemExit:
-        raise
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if isinstance(left.code, str):
+            sys.stderr.write(f"{left.code}\n")
     except BaseException as error:  # noqa: BLE001 - as Python does, but with a traceback that does not begin here
         trace = error.__traceback__ and error.__traceback__.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
@@ -149,7 +152,12 @@ def _become(job: dict[str, Any], compiled: str) -> None:
             sys.stdout.flush()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
-        sys.exit(1)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # to free all that torch made takes longer than most processes
 
 
 if __name__ == "__main__":
