@@ -34,7 +34,7 @@ from halfstep.kernels.blockwise import BLOCK, SIGNED, UNSIGNED
 from halfstep.kernels.codegen import Layout
 from halfstep.kernels.expr import ElementwiseKernel, trace
 from halfstep.kernels.storage import SPLIT, Storage, dense, plain, stochastic
-from halfstep.optimizers import adagrad, adam, lamb, muon, novograd, param_rows, sgd
+from halfstep.optimizers import adagrad, adam, lamb, muon, novograd, sgd
 
 __all__ = ["KERNELS", "KNOWN", "STORAGES", "TARGETS", "Compiled", "Facts", "compile_for", "facts", "layout_for"]
 
@@ -88,7 +88,7 @@ STORAGES: dict[str, tuple[torch.dtype, Storage, Storage, Storage]] = {
 KERNELS: dict[str, ElementwiseKernel] = {
     kernel.name: kernel
     for kernel in (
-        param_rows.read_gradients,
+        multi_tensor.read_gradients,
         adam.adam,
         adam.amsgrad,
         sgd.sgd,
@@ -101,7 +101,6 @@ KERNELS: dict[str, ElementwiseKernel] = {
         muon.muon_apply,
         multi_tensor.scale_kernel,
         multi_tensor.axpby_kernel,
-        multi_tensor.l2norm_kernel,
     )
 }
 

@@ -20,7 +20,7 @@ from halfstep.core import files
 from halfstep.kernels.backends import compiler, cpp
 
 CACHED = (
-    *(compiler.available, compiler.build, compiler._compiler, compiler._flags, compiler._processor),
+    *(compiler.available, compiler.build, compiler._compiler, compiler._processor),
     *(cpp._library_call, files._say_once, files._temporary_directory),
 )
 SOURCE = 'extern "C" int answer() { return 42; }'

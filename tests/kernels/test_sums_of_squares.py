@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator
 
@@ -11,13 +10,10 @@ import torch
 
 from halfstep import kernels
 from halfstep.kernels.launch import launch
-from halfstep.kernels.multi_tensor import l2norm, l2norm_kernel
+from halfstep.kernels.multi_tensor import l2norm, read_gradients
 from halfstep.kernels.tensor_table import TensorTable
-from tests.support.backends import needs_compiler
+from tests.support.backends import needs_compiler, needs_interpreter
 
-needs_interpreter = pytest.mark.skipif(
-    torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="Triton does not interpret here"
-)
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in Triton
 
 
@@ -42,7 +38,7 @@ def test_squares_of_any_size_are_summed(value: float, length: int, dtype: torch.
     found = torch.zeros(())
     values = torch.full((length,), value, dtype=dtype)
     exact = float(values.double().square().sum())
-    sums = launch(TensorTable.of(source=[values, -values, torch.ones(5, dtype=dtype)]), l2norm_kernel, {}, found=found)
+    sums = launch(TensorTable.of(grad=[values, -values, torch.ones(5, dtype=dtype)]), read_gradients, {}, found=found)
     assert sums[0].tolist() == pytest.approx([exact, exact, 5.0], rel=1e-6, abs=0.0)
     assert found == 0
 
@@ -50,7 +46,7 @@ def test_squares_of_any_size_are_summed(value: float, length: int, dtype: torch.
 def test_small_squares_beside_large_ones_are_lost_in_them_only() -> None:
     values = torch.full((1000,), 1e-25)
     values[[100, 600]] = torch.tensor([1e25, 1.0])
-    (sums,) = launch(TensorTable.of(source=[values, values[500:]]), l2norm_kernel, {})
+    (sums,) = launch(TensorTable.of(grad=[values, values[500:]]), read_gradients, {})
     assert sums.tolist() == pytest.approx([1e50, 1.0], rel=1e-6)
 
 
@@ -60,7 +56,7 @@ def test_what_is_not_finite_shows_in_the_sum_and_the_flag(bad: float, beside: fl
     found = torch.zeros(())
     values = torch.full((1000,), beside)
     values[700] = bad
-    (sums,) = launch(TensorTable.of(source=[values, torch.ones(5)]), l2norm_kernel, {}, found=found)
+    (sums,) = launch(TensorTable.of(grad=[values, torch.ones(5)]), read_gradients, {}, found=found)
     assert found == 1
     assert not math.isfinite(sums[0])
     assert sums[1].item() == pytest.approx(5.0)

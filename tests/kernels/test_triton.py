@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
 from halfstep import kernels
-from halfstep.kernels.backends import launch_config, triton
+from halfstep.kernels.backends import launch_config, triton, triton_source
 from halfstep.kernels.backends.launch_config import LaunchConfig
 from halfstep.kernels.codegen import layout_of
 from halfstep.kernels.expr import ElementwiseKernel
 from halfstep.kernels.launch import launch
-from halfstep.kernels.multi_tensor import l2norm_kernel
+from halfstep.kernels.multi_tensor import read_gradients
 from halfstep.kernels.storage import SPLIT, dense, split
 from halfstep.kernels.tensor_table import TensorTable
+from tests.support.backends import needs_interpreter
 from tests.support.worlds import BF16
 
 pytestmark = [
-    pytest.mark.skipif(
-        torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="Triton does not interpret here"
-    ),
+    needs_interpreter,
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # NumPy's; a GPU has none
 ]
 
@@ -48,6 +46,7 @@ def at(values: torch.Tensor, offset: int) -> torch.Tensor:
     return room[begin : begin + len(values)].copy_(values)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("lengths", [(1,), (4, 700), (256,), (258, 0, 1024), (3, 5, 777)], ids=str)
 @pytest.mark.parametrize("offsets", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 3), (4, 4, 4), (8, 8, 8)], ids=str)
 def test_rows_of_any_length_and_alignment_give_the_same_bits(lengths: Any, offsets: Any) -> None:
@@ -77,8 +76,8 @@ def test_aligned_chunks_take_the_path_of_vectors(
     length: int, offset: int, vectors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An odd tensor does not slow down the others of its table."""
-    table = TensorTable.of(source=[at(torch.ones(length), offset), at(torch.ones(512), 0)])
-    names = triton._module(l2norm_kernel, layout_of(l2norm_kernel, table), True).kernel.fn.__globals__
+    table = TensorTable.of(grad=[at(torch.ones(length), offset), at(torch.ones(512), 0)])
+    names = triton._module(read_gradients, layout_of(read_gradients, table), True).kernel.fn.__globals__
     update, taken = names["update"], []
 
     def record(*args: Any) -> Any:
@@ -87,14 +86,17 @@ def test_aligned_chunks_take_the_path_of_vectors(
 
     monkeypatch.setitem(names, "update", record)
     with kernels.backend("triton"):
-        launch(table, l2norm_kernel, {})
+        launch(table, read_gradients, {})
     assert sum(fast for row, fast in taken if row == 0) == vectors
     assert [fast for row, fast in taken if row == 1] == [True, True]
 
 
 @pytest.mark.exhaustive
-def test_a_sum_of_thousands_of_chunks_is_whole() -> None:
-    values = torch.ones(1100 * 256 + 7)
+def test_a_sum_of_many_chunks_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than are added up at once."""
+    monkeypatch.setattr(triton_source, "_PRELUDE", triton_source._PRELUDE.replace("= 1024)", "= 16)"))
+    triton._module.cache_clear()
+    values = torch.ones(35 * 256 + 7)
     with kernels.backend("triton"):
-        (sums,) = launch(TensorTable.of(source=[values, torch.full((300,), 2.0)]), l2norm_kernel, {})
+        (sums,) = launch(TensorTable.of(grad=[values, torch.full((300,), 2.0)]), read_gradients, {})
     assert sums.tolist() == [len(values), 1200.0]

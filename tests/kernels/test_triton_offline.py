@@ -1,15 +1,17 @@
 """The assembly of the Triton kernels: vector accesses, no wasted bytes, spills, fp64 or approximations, on any machine.
 
-What is asked of a kernel is ``Facts.faults`` in ``benchmarks/triton_offline.py``. Triton compiles in a process of its
-own, because this one has its interpreter.
+What is asked of a kernel is ``Facts.faults`` in ``benchmarks/triton_offline.py``. Triton compiles in other processes,
+because this one has its interpreter.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +19,69 @@ import pytest
 
 from benchmarks import triton_offline
 from benchmarks.triton_offline import KERNELS, KNOWN, STORAGES, TARGETS, combinations
-from tests.support.python import python
+from tests.support.backends import needs_triton
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="the triton package is not installed"
-)
+pytestmark = needs_triton
 
 HOME = Path(__file__).parents[2]
 
 
-def offline(tmp_path: Path, *arguments: str, mutate: str = "") -> tuple[int, list[dict[str, Any]], str]:
-    """Run the benchmark: its status, its records and what it printed. ``mutate`` is Python that runs before it."""
-    file = tmp_path / "facts.json"
-    program = f"import sys\nfrom benchmarks.__main__ import main\n{mutate}\nsys.exit(main(sys.argv[1:]))"
+SERVER = """if True:
+    import contextlib, io, json, os, sys, traceback
+    from benchmarks.__main__ import main
+    with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+        main("triton_offline --kernels scale_kernel --storages fp32 --targets sm_80".split())
+    for mutate, arguments, output in map(json.loads, sys.stdin):
+        if not (child := os.fork()):
+            status = 2
+            try:
+                for stream in (1, 2):
+                    os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
+                exec(mutate, {})
+                status = main(arguments)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Runs commands in forks of one process, in which Triton without its interpreter has compiled something."""
+
+Offline = Callable[..., tuple[int, list[dict[str, Any]], str]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    folder = tmp_path_factory.mktemp("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["HALFSTEP_CACHE_DIR"] = str(tmp_path / "sources")
-    env["TRITON_CACHE_DIR"] = str(tmp_path.parent / "triton")  # Triton's own is in the home, which may be read-only
-    done = python("-c", program, "triton_offline", *arguments, "--json", str(file), cwd=HOME, env=env, timeout=290)
-    lacking = re.search(r"Cannot find (ptxas|cuobjdump)\S*|ROCm linker \S+ not found", done.stderr)
-    if lacking:  # before Triton 3.6 the wheel had no linker for AMD
-        pytest.skip(f"the triton package here cannot compile for this target: {lacking[0]}")
-    assert not done.stderr, done.stderr
-    return done.returncode, json.loads(file.read_text())["kernels"], done.stdout
+    env |= {"HALFSTEP_CACHE_DIR": str(folder / "sources"), "TRITON_CACHE_DIR": str(folder / "cache")}
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(
+        command, cwd=HOME, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.fixture
+def offline(tmp_path: Path, server: Any) -> Offline:
+    """Run the benchmark: its status, its records and what it printed. ``mutate`` is Python that runs before it."""
+
+    def run(*arguments: str, mutate: str = "") -> tuple[int, list[dict[str, Any]], str]:
+        file, output = tmp_path / "facts.json", tmp_path / "printed"
+        server.stdin.write(
+            json.dumps([mutate, ["triton_offline", *arguments, "--json", str(file)], str(output)]) + "\n"
+        )
+        status, printed = int(server.stdout.readline()), output.read_text()
+        lacking = re.search(r"Cannot find (ptxas|cuobjdump)\S*|ROCm linker \S+ not found", printed)
+        if lacking:  # before Triton 3.6 the wheel had no linker for AMD
+            pytest.skip(f"the triton package here cannot compile for this target: {lacking[0]}")
+        assert status in (0, 1), printed
+        return status, json.loads(file.read_text())["kernels"], printed
+
+    return run
 
 
 def assert_sound(result: tuple[int, list[dict[str, Any]], str]) -> list[dict[str, Any]]:
@@ -56,9 +99,9 @@ def assert_sound(result: tuple[int, list[dict[str, Any]], str]) -> list[dict[str
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_the_split_adam_step_with_clipping_moves_28_bytes_in_vectors(tmp_path: Path, target: str) -> None:
+def test_the_split_adam_step_with_clipping_moves_28_bytes_in_vectors(offline: Offline, target: str) -> None:
     arguments = ["--kernels", "adam", "read_gradients", "--storages", "bf16 split", "--targets", target]
-    reading, update = assert_sound(offline(tmp_path, *arguments))
+    reading, update = assert_sound(offline(*arguments))
     assert (reading["needed"], update["needed"]) == (2, 26)
     assert reading["moved"] + update["moved"] <= 1.01 * 28
     assert reading["widths"] == {"grad0": 16}
@@ -69,10 +112,10 @@ def test_the_split_adam_step_with_clipping_moves_28_bytes_in_vectors(tmp_path: P
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_the_split_adam_step_with_8_bit_moments_moves_14_bytes(tmp_path: Path, target: str) -> None:
+def test_the_split_adam_step_with_8_bit_moments_moves_14_bytes(offline: Offline, target: str) -> None:
     """12 bytes less than with fp32 moments, which have 26."""
     arguments = ["--kernels", "adam", "--storages", "8-bit moments", "--targets", target]
-    (update,) = assert_sound(offline(tmp_path, *arguments))
+    (update,) = assert_sound(offline(*arguments))
     assert update["needed"] == 14 + 16 / 256
     assert update["moved"] <= 14.5
     assert update["in_flight"] >= 40 << 10
@@ -89,11 +132,11 @@ t.combinations = lambda: [each[(place + {}) % len(each)] for place, each in enum
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_on_every_target(tmp_path: Path, target: str, request: pytest.FixtureRequest) -> None:
+def test_every_kernel_on_every_target(offline: Offline, target: str, request: pytest.FixtureRequest) -> None:
     """With one storage each, for compiling takes minutes; there are as many targets as storages."""
     everything = request.config.getoption("combinations") == "all"
     mutate = "" if everything else ONE_STORAGE.format(list(TARGETS).index(target))
-    records = assert_sound(offline(tmp_path, "--targets", target, mutate=mutate))
+    records = assert_sound(offline("--targets", target, mutate=mutate))
     assert {facts["kernel"] for facts in records} == set(KERNELS)
     assert len(records) == (len(list(combinations())) if everything else len(KERNELS))
 
@@ -140,8 +183,8 @@ assert {2!r} in t.{0}
     ],
     ids=["no hint", "fp64 sums", "approximate operations", "fused operations", "spills", "a column read twice"],
 )
-def test_a_kernel_that_gets_worse_is_noticed(tmp_path: Path, mutate: str, fault: str) -> None:
+def test_a_kernel_that_gets_worse_is_noticed(offline: Offline, mutate: str, fault: str) -> None:
     arguments = ["--kernels", "lamb_moments", "--storages", "bf16 split", "--targets", "sm_90"]
-    status, _, printed = offline(tmp_path, *arguments, mutate=mutate)
+    status, _, printed = offline(*arguments, mutate=mutate)
     assert status == 1
     assert fault in printed

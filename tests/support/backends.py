@@ -1,19 +1,26 @@
-"""Tests of what only the compiled backend has: on a machine without a C++ compiler they skip, and say why."""
+"""Tests of what only one backend has: where it cannot run they skip, and say why."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from halfstep import kernels
 from halfstep.kernels.backends import compiler
 
-__all__ = ["needs_compiler", "on_each_backend", "skip_without_compiler"]
+__all__ = ["needs_compiler", "needs_interpreter", "needs_triton", "on_each_backend", "skip_without_compiler"]
 
 _REASON = "no C++ compiler: halfstep runs on torch's own steps here"
 
 needs_compiler = pytest.mark.skipif(not compiler.available(), reason=_REASON)
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton package")
+needs_interpreter = pytest.mark.skipif(
+    needs_triton.args[0] or torch.cuda.is_available(), reason="Triton does not interpret here"
+)
+"""Of kernels that run in Triton's interpreter, on a CPU."""
 
 
 def skip_without_compiler(needed: bool = True) -> None:

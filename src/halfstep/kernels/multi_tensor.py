@@ -34,6 +34,7 @@ __all__ = [
     "group_rows",
     "l2norm",
     "norm",
+    "read_gradients",
     "run",
     "scale",
     "scale_",
@@ -129,9 +130,9 @@ def accumulate_kernel(source: Any, target: Any, *, factor: Any) -> dict[str, Any
 
 
 @elementwise_kernel(squares=("seen",), checks=("seen",))
-def l2norm_kernel(source: Any) -> dict[str, Any]:
-    """Compute the sum of squares and check the source."""
-    return {"seen": source}
+def read_gradients(grad: Any) -> dict[str, Any]:
+    """Compute the sum of squares of a gradient, or of another tensor, and check it for inf and NaN."""
+    return {"seen": grad}
 
 
 # ---- torch's own calls
@@ -275,7 +276,7 @@ def l2norm(
     if not tensors:
         norms = torch.zeros(0, dtype=torch.float32, device="cpu")
         return norms.sum(), norms if per_tensor else None
-    squares = run(l2norm_kernel, {}, found_inf, source=tensors)[0]
+    squares = run(read_gradients, {}, found_inf, grad=tensors)[0]
     return squares.sum().sqrt().float(), squares.sqrt().float() if per_tensor else None
 
 

@@ -11,9 +11,9 @@ import torch
 
 from ..core.errors import ArgumentTypeError, UsageError
 from ..kernels.blockwise import SIGNED, UNSIGNED
-from ..kernels.expr import ElementwiseKernel, elementwise_kernel
+from ..kernels.expr import ElementwiseKernel
 from ..kernels.launch import launch
-from ..kernels.multi_tensor import group_rows
+from ..kernels.multi_tensor import group_rows, read_gradients
 from ..kernels.shards import ORDINARY, Domain, complete_sum, domain_of, local, locals_of
 from ..kernels.storage import Storage, dense
 from ..kernels.tensor_table import Column, Scalars, TensorTable
@@ -55,12 +55,6 @@ _GRAD, _ADDRESS, _NONES = attrgetter("grad"), torch.Tensor.data_ptr, itertools.r
 StateLayout = Mapping[str, StateSpec]
 
 _ODD = 0x85EBCA6B, 0x9E3779B1  # large odd constants: parameters and steps draw from far-apart seeds
-
-
-@elementwise_kernel(squares=("seen",), checks=("seen",))
-def read_gradients(grad: Any) -> dict[str, Any]:
-    """Compute the sum of squares of a gradient, and check it for inf and NaN."""
-    return {"seen": grad}
 
 
 class ParamRows:
