@@ -101,9 +101,8 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-def peak_bytes(layers: int, *, released: bool, loss_scale: float, device: torch.device) -> float:
+def peak_bytes(layers: int, *, released: bool, loss_scale: float, device: torch.device, width: int = 1024) -> float:
     """Bytes a parameter that are alive at the peak of a training step, the second one."""
-    width = 1024
     model: Any = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(layers)))
     optimizer: Any = optimizers.FusedAdam(model.parameters(), state_dtype=torch.bfloat16)
     options: Any = {"opt_level": "O2", "dtype": torch.bfloat16, "loss_scale": loss_scale, "verbosity": 0}

@@ -128,7 +128,7 @@ def test_what_changes_between_steps_is_noticed() -> None:
     close(ours, theirs)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6),
     dtypes=st.lists(st.sampled_from([FP32, BF16, FP16, torch.float64]), min_size=6, max_size=6),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +16,10 @@ from halfstep.kernels.expr import ElementwiseKernel
 from halfstep.kernels.launch import launch
 from halfstep.kernels.storage import after_writes, dense, join, plain
 from halfstep.kernels.tensor_table import TensorTable
+from tests.support.backends import needs_interpreter
 from tests.support.worlds import BF16, FP16, FP32, FP64, HALVES
 
-TRITON = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or torch.cuda.is_available(), reason="Triton's interpreter, on a CPU"
-)
-BACKENDS = ["eager", "torch", "compiled", pytest.param("triton", marks=TRITON)]
+BACKENDS = ["eager", "torch", "compiled", pytest.param("triton", marks=needs_interpreter)]
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "Adam": lambda p: optimizers.FusedAdam(p, lr=0.02, master_weights="plain"),

@@ -115,6 +115,7 @@ def test_a_torch_without_grad_dtype(without_grad_dtype: None, door: str, half: t
     amp.deactivate()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("make", "fused"), [(torch.optim.SGD, True), (torch.optim.SGD, False), (torch.optim.AdamW, True)]
 )

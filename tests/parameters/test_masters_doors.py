@@ -142,7 +142,9 @@ FORWARDS: dict[str, Callable[[Any], torch.Tensor]] = {
 
 @in_both_halves
 @with_both_masters
-@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize(
+    "forward", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "compiled")) for name in FORWARDS]
+)
 def test_torch_s_scaler_meets_fp32_gradients_in_the_first_batch(forward: str, fused: bool, half: torch.dtype) -> None:
     model, optimizer = start(half, fused, model=nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

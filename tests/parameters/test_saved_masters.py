@@ -61,7 +61,6 @@ def masters(prepared: Prepared) -> list[torch.Tensor]:
     return [master.detach().clone() for master in amp.master_params(prepared[1])]
 
 
-@pytest.mark.every_combination
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("way", WAYS)

@@ -206,7 +206,7 @@ def one_step(world: World, interrupter: Interrupter | None) -> None:
 
 @pytest.mark.parametrize("world", _WORLDS[:2], ids=str)
 def test_a_block_that_is_interrupted_counts_or_does_not(world: Any) -> None:
-    check(world, lambda world, interrupter: world.block(3, interrupter), "no zero_grad", every=23)
+    check(world, lambda world, interrupter: world.block(3, interrupter), "no zero_grad", every=53)
 
 
 @pytest.mark.costly
@@ -215,7 +215,7 @@ def test_a_block_that_is_interrupted_counts_or_does_not(world: Any) -> None:
 @pytest.mark.parametrize("after", _AFTER)
 @pytest.mark.parametrize("seed", [3, 13])
 def test_a_block_that_is_interrupted_anywhere_counts_or_does_not(world: Any, after: str, seed: int) -> None:
-    check(world, lambda world, interrupter: world.block(seed, interrupter), after, every=5)
+    check(world, lambda world, interrupter: world.block(seed, interrupter), after, every=11)
 
 
 def test_unscaling_that_is_interrupted_anywhere_counts_or_does_not() -> None:
@@ -252,6 +252,7 @@ def check_step(world: tuple[str, torch.dtype, str], after: str, every: int, file
     assert wrong == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("after", ["zero_grad", "step"])
 def test_masters_leave_the_optimizer_after_an_interrupted_step(after: str) -> None:
     check_step(("O2", torch.float16, "RMSprop"), after, every=3, files=(f"{_ROOT}/parameters/",))
@@ -262,7 +263,7 @@ def test_masters_leave_the_optimizer_after_an_interrupted_step(after: str) -> No
 @pytest.mark.parametrize("after", _AFTER)
 @pytest.mark.parametrize("world", _WORLDS, ids=str)
 def test_after_an_interrupted_step_the_next_batch_trains(world: Any, after: str) -> None:
-    check_step(world, after, every=5)
+    check_step(world, after, every=11)
 
 
 @pytest.mark.parametrize("after", _AFTER)
@@ -361,7 +362,7 @@ def finalizer() -> None:
     torch.ones(2) + 1
 
 
-@pytest.mark.parametrize("act", [None, finalizer])
+@pytest.mark.parametrize("act", [None, pytest.param(finalizer, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("level", ["O1", "O2", "O1 in the whole process"])
 def test_interruptions_at_any_line_leave_the_casts_as_they_were(level: str, act: Callable[[], None] | None) -> None:
     """Each line that opens or closes a scope is interrupted. The next op may come before the next scope."""

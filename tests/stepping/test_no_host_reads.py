@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import amp, kernels, optimizers, scaling
-from halfstep.parameters import async_reader as late
+from halfstep import amp, optimizers, scaling
 from halfstep.torch_internals.torch_compat import tensor_hooks
-from tests.support.device_work import record_launches
-from tests.support.fake_cuda import READS_THE_HOST, fake_cuda
+from tests.support.device_work import fake_steps
+from tests.support.fake_cuda import READS_THE_HOST
 from tests.support.worlds import start_amp, step_and_clear
 
 # Fused optimizers compare addresses of weights on the host, which no device has to tell.
@@ -28,13 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of Fa
 @pytest.fixture(autouse=True, params=["eager", "triton"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A fake CUDA device, and a backend; of the Triton kernels only the launches are there."""
-    if request.param == "triton":
-        record_launches(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    # What is read late, without a wait, is copied through pinned memory, and there is nothing to pin.
-    monkeypatch.setattr(late.AsyncReader, "post", lambda *_: None)
-    with fake_cuda() as name, torch.device(name), kernels.backend(request.param):
+    with fake_steps(monkeypatch, request.param):
         yield
 
 
@@ -119,6 +112,8 @@ def test_grad_scaler(optimizer: str, clip: bool) -> None:
     assert_has_stepped(optim, model)
 
 
+@pytest.mark.costly
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scale", ["dynamic", 128.0])
 @pytest.mark.parametrize("optimizer", [name for name in FUSED if name.startswith("Fused")])
 def test_gradient_release(optimizer: str, scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,17 +40,8 @@ class Odd(nn.Module):
         self.last = nn.Parameter(torch.ones(2))
 
     def loss(self) -> torch.Tensor:
-        dense = [
-            self.first,
-            self.empty,
-            self.beside_empty,
-            self.scalar,
-            self.strided,
-            self.image,
-            self.large,
-            self.last,
-        ]
-        total = sum((p.float().sum() for p in dense), torch.zeros(()))
+        names = "first empty beside_empty scalar strided image large last"
+        total = sum((getattr(self, name).float().sum() for name in names.split()), torch.zeros(()))
         total = total + self.fp64.sum().float() + self.complex64.abs().sum()
         return total + self.table(torch.tensor([1, 4])).float().sum()
 

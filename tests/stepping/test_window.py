@@ -79,6 +79,7 @@ class Loop:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @example("O1", False, ["plain pass", "unscale_", "enter", "scaler.step"])
 @given(st.sampled_from(["O1", "O2"]), st.booleans(), st.lists(st.sampled_from(ACTIONS), max_size=12))

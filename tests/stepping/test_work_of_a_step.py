@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep import amp, kernels, optimizers
-from halfstep.parameters import async_reader
-from tests.support.device_work import DeviceWork, record_launches
-from tests.support.fake_cuda import READS_THE_HOST, fake_cuda
+from halfstep import amp, optimizers
+from tests.support.device_work import DeviceWork, fake_steps
+from tests.support.fake_cuda import READS_THE_HOST
 from tests.support.worlds import BF16
 
 # Fused optimizers compare addresses of weights on the host, which no device has to tell.
@@ -27,11 +26,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the kernels that are launched on a fake CUDA device."""
-    recorded = record_launches(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(async_reader.AsyncReader, "post", lambda *_: None)
-    with fake_cuda() as name, torch.device(name), kernels.backend("triton"):
+    with fake_steps(monkeypatch) as recorded:
         yield recorded
 
 
@@ -122,6 +117,7 @@ def test_a_step_of_scale_loss(launches: list[str]) -> None:
     assert work.copies == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STEPS)
 def test_a_number_that_changes_is_one_fill(name: str, launches: list[str]) -> None:
     make, _, _ = STEPS[name]
@@ -136,6 +132,7 @@ def test_a_number_that_changes_is_one_fill(name: str, launches: list[str]) -> No
     assert after.copies == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD, momentum", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad"])
 def test_a_tensor_lr_is_read_on_the_device_in_every_step(name: str, launches: list[str]) -> None:
     """So a CUDA graph that is replayed sees what a schedule wrote into it."""
@@ -164,6 +161,7 @@ def test_a_number_of_a_captured_step_is_written_again(launches: list[str], monke
     assert steady(params, optimizer.step, launches, steps=0).ops["aten::fill_.Scalar"] == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STEPS)
 def test_the_step_count_moves_on_the_device(name: str, launches: list[str]) -> None:
     make, _, _ = STEPS[name]

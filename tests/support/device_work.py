@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,16 +12,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from halfstep import kernels
 from halfstep.kernels import launch
 from halfstep.kernels.backends import triton
+from halfstep.parameters.async_reader import AsyncReader
+from tests.support.fake_cuda import fake_cuda
 
-__all__ = ["DeviceWork", "record_launches"]
+__all__ = ["DeviceWork", "fake_steps"]
 
 _NO_KERNEL = ("prim::", "profiler::", "aten::detach", "aten::alias", "aten::view", "aten::select", "aten::unbind")
 _NO_KERNEL_EITHER = ("aten::empty", "aten::expand", "aten::as_strided", "aten::_unsafe_view", "aten::slice")
 
 
-def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def _record_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let the Triton backend run without Triton: a launch only writes the name of its kernel into this list."""
     launches: list[str] = []
 
@@ -39,6 +43,18 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     # Fake tensors have nothing to pin.
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     return launches
+
+
+@contextlib.contextmanager
+def fake_steps(monkeypatch: pytest.MonkeyPatch, backend: str = "triton") -> Iterator[list[str]]:
+    """A block on a fake CUDA device with a backend; gives the names of the Triton kernels that are launched in it."""
+    launches = _record_launches(monkeypatch) if backend == "triton" else []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    # What is read late, without a wait, is copied through pinned memory, and there is nothing to pin.
+    monkeypatch.setattr(AsyncReader, "post", lambda *_: None)
+    with fake_cuda() as name, torch.device(name), kernels.backend(backend):
+        yield launches
 
 
 class DeviceWork(TorchDispatchMode):

@@ -114,8 +114,8 @@ def step_and_clear(optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def assert_equal(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
-    """Assert that tensors equal others to the bit, each the one at its place; the error says which does not."""
+def assert_equal(found: Iterable[Any], expected: Iterable[Any]) -> None:
+    """Assert that tensors, or what holds them, equal others to the bit, each the one at its place."""
     torch.testing.assert_close([*found], [*expected], rtol=0.0, atol=0.0)
 
 
