@@ -360,6 +360,7 @@ def test_where_nothing_can_be_executed_it_is_built_elsewhere(
     assert len(kept(tmp_path / "temporary" / f"halfstep-{os.geteuid()}")) == 1
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_compiler_that_fails_after_the_first_library_is_told_of_once(

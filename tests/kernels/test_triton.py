@@ -47,6 +47,7 @@ def at(values: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 @pytest.mark.costly
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lengths", [(1,), (4, 700), (256,), (258, 0, 1024), (3, 5, 777)], ids=str)
 @pytest.mark.parametrize("offsets", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 3), (4, 4, 4), (8, 8, 8)], ids=str)
 def test_rows_of_any_length_and_alignment_give_the_same_bits(lengths: Any, offsets: Any) -> None:

@@ -261,30 +261,6 @@ def test_a_skipped_step_changes_no_bit(
     assert_equal(before, everything(optimizer, params))
 
 
-def test_a_group_that_is_added_later() -> None:
-    params = make_params()
-    optimizer = make(optimizers.FusedAdam, params[:4], {})
-    train(optimizer, params, range(1))
-    optimizer.add_param_group({"params": params[4:]})
-    train(optimizer, params, range(1, 3))
-    assert {"exp_avg_codes", "exp_avg_sq_codes"} <= optimizer.state[params[4]].keys()
-
-
-def test_clipping_and_the_loss_scale_are_in_the_same_pass() -> None:
-    found = []
-    for scale in (1.0, 1024.0):
-        params = make_params()
-        optimizer: Any = optimizers.FusedAdam(params, max_grad_norm=0.5, master_weights="split", state_dtype="8bit")
-        for step in range(3):
-            set_grads(params, step)
-            for p in params:
-                p.grad.mul_(scale)
-            optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.zeros(())
-            optimizer.step()
-        found.append(everything(optimizer, params))
-    assert_equal(*found)
-
-
 def test_zero_gradients_do_not_blow_up_what_has_moved_once() -> None:
     """A second moment far below that of its neighbours must not be rounded to 0, by whose root the step is divided."""
     param = torch.nn.Parameter(torch.zeros(64, 64))

@@ -94,18 +94,6 @@ def test_stochastic_rounding_stays_without_masters() -> None:
     assert "remainder" not in optim.state[model[0].weight]
 
 
-# ---- fuse
-
-
-def test_fused_then_initialized() -> None:
-    model, optim = make(None, torch.optim.AdamW)
-    optimizers.fuse(optim)
-    model, optim = amp.initialize(model, optim, opt_level="O2", dtype=BF16, verbosity=0)
-    backward(model, optim)
-    optim.step()
-    assert {"remainder", "master"} & optim.state[model[0].weight].keys()
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kept", ["in the model", pytest.param("split", marks=needs_compiler), "8bit"])
 def test_a_flattened_state_dict_of_torch_loads_or_is_refused(kept: str) -> None:

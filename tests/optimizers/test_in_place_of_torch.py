@@ -58,17 +58,6 @@ def test_stochastic_rounding_is_unbiased_and_reproducible(on: str) -> None:
         assert torch.equal(first, run(0))  # the same bits on every backend
 
 
-def test_first_moment_in_bfloat16() -> None:
-    ours, full = weights((64,), dtype=BF16), weights((64,), dtype=BF16)
-    a = optimizers.FusedAdam(ours, lr=0.01, master_weights="split", state_dtype=BF16)
-    b = optimizers.FusedAdam(full, lr=0.01, master_weights="split")
-    for optim, params in ((a, ours), (b, full)):
-        train(optim, params, 20)
-    state = a.state[ours[0]]
-    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (BF16, FP32)
-    torch.testing.assert_close(ours[0], full[0], atol=0.02, rtol=0.02)
-
-
 # ---- manners
 
 
@@ -153,16 +142,6 @@ def test_backends_agree_on_any_shapes(shapes: list[tuple[int, ...]], dtypes: lis
     for a, b in zip(results[0][0], results[1][0], strict=True):  # torch's square root is not always the nearest number
         ulp = torch.finfo(a.dtype).eps
         torch.testing.assert_close(a, b, rtol=2 * ulp, atol=2 * ulp)
-
-
-def test_tied_weights_and_views_of_one_storage() -> None:
-    base = torch.randn(10)
-    a, b = nn.Parameter(base[:4]), nn.Parameter(base[4:])
-    optim = optimizers.FusedSGD([a, b], lr=0.5)
-    a.grad, b.grad = torch.ones(4), torch.ones(6)
-    expected = base - 0.5
-    optim.step()
-    assert torch.equal(base, expected)
 
 
 def test_larc_bounds_the_rate() -> None:

@@ -19,7 +19,7 @@ from halfstep.kernels.tensor_table import TensorTable
 from tests.support.backends import needs_interpreter
 from tests.support.worlds import BF16, FP16, FP32, FP64, HALVES
 
-BACKENDS = ["eager", "torch", "compiled", pytest.param("triton", marks=needs_interpreter)]
+BACKENDS = ["eager", "torch", "compiled", pytest.param("triton", marks=[needs_interpreter, pytest.mark.exhaustive])]
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "Adam": lambda p: optimizers.FusedAdam(p, lr=0.02, master_weights="plain"),

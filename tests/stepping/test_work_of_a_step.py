@@ -69,7 +69,7 @@ STEPS: dict[str, tuple[Callable[[Any], Any], list[str], int]] = {
 """An optimizer, the kernels that its step launches, and how many small ops it needs for its numbers."""
 
 
-@pytest.mark.parametrize("count", [1, 100])
+@pytest.mark.parametrize("count", [1, pytest.param(100, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_at_most_three_launches_and_copies_nothing(name: str, count: int, launches: list[str]) -> None:
     make, expected, ops = STEPS[name]
