@@ -220,7 +220,7 @@ def test_every_wrapper(ranks: Ranks, level: str, pattern: str, wrapper: str) -> 
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
-@pytest.mark.parametrize("pattern", ["s", "us", "sus", "dds", "xus"], ids=in_words)
+@pytest.mark.parametrize("pattern", ["s", "us", "sus", "dds", "xus", "uw"], ids=in_words)
 @pytest.mark.parametrize("wrapper", APEX_WRAPPERS)
 def test_what_is_not_a_mean(ranks: Ranks, level: str, pattern: str, wrapper: str) -> None:
     options = APEX_WRAPPERS[wrapper]

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from halfstep import amp
-from tests.distributed.test_sharded_levels import assert_near, cut, loss_of, net, whole
+from tests.distributed.test_sharded_levels import assert_near, cut, loss_of, net
 from tests.support.processes import Ranks
-from tests.support.shards import load, save, state_dicts
+from tests.support.shards import load, save, state_dicts, whole
 from tests.support.worlds import BF16, advance, start_amp
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ from halfstep.kernels.multi_tensor import TensorGroups
 from halfstep.kernels.tensor_table import TensorTable
 from tests.distributed.test_fsdp import OPTIMIZERS
 from tests.support.processes import Ranks
-from tests.support.shards import mesh
+from tests.support.shards import mesh, whole
 from tests.support.worlds import step_and_clear
 
 KINDS = ("plain", "replicated", "sharded")
@@ -27,11 +25,6 @@ def placed(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "plain":
         return tensor.clone()
     return distribute_tensor(tensor, mesh(), [Replicate() if kind == "replicated" else Shard(0)])
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    full: Any = getattr(tensor.detach(), "full_tensor", lambda: tensor.detach())
-    return full().clone()  # type: ignore[no-any-return]
 
 
 def values(index: int, step: int = 99) -> torch.Tensor:

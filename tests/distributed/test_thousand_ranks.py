@@ -100,6 +100,7 @@ def of_torch(kind: str, size: int, dtype: torch.dtype) -> list[Call]:
         return sent.calls
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "clips", "dtype"),
     # HSDP on 1,000 ranks makes 502 groups, which takes a second.

@@ -16,8 +16,9 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.core.errors import UsageError
-from tests.distributed.test_sharded_levels import OPTIMIZERS, assert_near, loss_of, net, whole
+from tests.distributed.test_sharded_levels import OPTIMIZERS, assert_near, loss_of, net
 from tests.support.processes import Ranks
+from tests.support.shards import whole
 from tests.support.worlds import BF16, FP16, advance, scaled_backward, with_optimizer
 
 ONE = torch.tensor(1.0)

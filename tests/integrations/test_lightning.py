@@ -85,6 +85,7 @@ def test_a_skipped_step_does_not_advance_a_schedule_of_steps(level: str, optimiz
     assert "lr_scheduler_step" not in vars(module)  # the module is left as it was
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", list(direct.OPTIMIZERS))
 @pytest.mark.parametrize(("level", "dtype"), direct.RECIPES)
 def test_resumes_bit_for_bit(level: str, dtype: str, optimizer: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ def test_there_is_a_page_for_each_trainer() -> None:
     assert {page.stem for page in PAGES} == {"accelerate", "lightning", "logging", "timm", "transformers"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.stem != "logging" and importlib.util.find_spec(page.stem) is None:

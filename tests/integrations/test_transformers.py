@@ -234,6 +234,7 @@ def test_a_skipped_step_advances_no_schedule(tmp_path: Path) -> None:
     assert trainer.lr_scheduler.last_epoch == STEPS - skipped
 
 
+@pytest.mark.exhaustive
 def test_a_mixin_goes_before_any_trainer(tmp_path: Path) -> None:
     class Mine(HalfstepMixin, Plain):
         pass

@@ -244,6 +244,7 @@ def large() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 512), nn.GELU(), nn.Linear(512, 5))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_8_bit_optimizers_of_torchao_step_on_masters() -> None:
     optim = pytest.importorskip("torchao.optim", reason=missing("torchao"))
@@ -255,6 +256,7 @@ def test_8_bit_optimizers_of_torchao_step_on_masters() -> None:
     assert type(state["exp_avg"]).__name__ == "OptimState8bit"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("emulate", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

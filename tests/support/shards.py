@@ -6,9 +6,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["load", "mesh", "save", "state_dicts"]
+__all__ = ["load", "mesh", "save", "state_dicts", "whole"]
 
 
 @functools.cache
@@ -17,6 +18,12 @@ def mesh() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all of a tensor, of which this rank may have a part."""
+    full: Any = getattr(tensor.detach(), "full_tensor", lambda: tensor.detach())
+    return full().clone()  # type: ignore[no-any-return]
 
 
 def state_dicts(model: Any, optimizer: Any, **options: Any) -> dict[str, Any]:

@@ -207,8 +207,10 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.costly
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("tapes")
-@pytest.mark.parametrize("level", ["O2", pytest.param("O1", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_counts(change: Callable[[Any], None], level: str) -> None:
     ours, theirs = pair(level, FP16)
