@@ -80,7 +80,7 @@ def test_ranks_with_different_numbers_of_batches(
     start = [p.detach() for p in net().parameters()]
     for a, b, e, s in zip(first["masters"], second["masters"], expected, start, strict=True):
         assert torch.equal(a, b)
-        torch.testing.assert_close(a - s, e - s, rtol=0.1, atol=1e-5 if level == "O0" else 0.01)
+        torch.testing.assert_close(a - s, e - s, rtol=0.1, atol=1e-5 if level == "O0" else 2e-3)
 
 
 @pytest.mark.exhaustive
