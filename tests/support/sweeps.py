@@ -33,6 +33,7 @@ def command(sweep: Callable[[list[str], frozenset[str], bool], Found], hows: Ite
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    torch.manual_seed = torch.default_generator.manual_seed  # without a stack trace for each device that is not there
     names = frozenset(filter(None, options.names.split(",")))
     json.dump(sweep(options.how, names, options.all), sys.stdout, indent=1)
 
