@@ -64,6 +64,7 @@ def test_emulated() -> None:
         assert aten.mm.default(big, big).isinf().all()
 
 
+@pytest.mark.exhaustive
 def test_compiled() -> None:
     def call(x: torch.Tensor) -> torch.Tensor:
         with amp.auto_cast(dtype=torch.bfloat16):

@@ -171,6 +171,7 @@ def test_outputs_and_gradients_have_the_bits_that_fp32_operands_give(
     assert_equal(found, expected)
 
 
+@pytest.mark.exhaustive
 def test_a_captured_program_keeps_16_bits_too() -> None:
     x, y = torch.randn(512, 64), torch.arange(512) % 2
 
@@ -262,6 +263,7 @@ def test_numbers_that_16_bits_do_not_have_stay_in_fp32() -> None:
     assert_equal(gradients(), expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("grad", [True, False])
 def test_widened_weights_are_gone_after_their_product(grad: bool) -> None:
     model = nn.Sequential(*(nn.Linear(67, 67) for _ in range(4)))

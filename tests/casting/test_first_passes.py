@@ -251,6 +251,7 @@ def test_a_checkpoint_recomputes_as_it_computed(reentrant: bool) -> None:
     assert all(map(torch.equal, *grads))
 
 
+@pytest.mark.exhaustive
 def test_an_exported_program_has_the_casts() -> None:
     model = at_o2(Late()).eval()
     model.mixes = True

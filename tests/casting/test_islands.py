@@ -162,6 +162,7 @@ def test_islands_compute_as_a_model_in_fp32(door: str, situation: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("situation", ["at the end", "nested, shared weight, closure and buffer", "residual"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])

@@ -344,6 +344,7 @@ def test_a_model_that_makes_fp32_tensors_trains(kind: str, level: str, half: tor
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize(("how", "half"), [("compile", torch.bfloat16), ("trace", torch.float16)])
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "custom"])
@@ -377,6 +378,7 @@ def test_a_recorded_model_that_makes_fp32_tensors_is_right(kind: str, how: str, 
     assert torch.equal(model(x)[:0], found[:0])  # the same dtype, and eager passes go on
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "norm", [nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.RMSNorm(8)], ids=lambda norm: type(norm).__name__
 )

@@ -91,6 +91,7 @@ def test_such_a_number_keeps_the_mode_on_after_the_first_passes() -> None:
     assert all(model(X).dtype is torch.float32 for _ in range(6))
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_pad_has_such_a_number() -> None:
     def padded(x: torch.Tensor) -> torch.Tensor:
         with amp.auto_cast(dtype="float16"):

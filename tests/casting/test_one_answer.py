@@ -70,6 +70,7 @@ def test_all_give_one_answer(form: str, given: list[str], half: torch.dtype, mon
     assert result_of(form, given, half, enabled=False) == found
 
 
+@pytest.mark.exhaustive
 @GIVEN
 @pytest.mark.parametrize("level", ["O1", "O2", "O2!promote", "OD", "O1+exp-linear~sum^mm"])
 def test_a_captured_graph_gives_the_same_answer(level: str, given: list[str]) -> None:

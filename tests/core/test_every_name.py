@@ -44,6 +44,7 @@ def unknown(space: str, names: Any) -> list[str]:
     return [f"{space}.{name}" for name in public if not is_known(space, name)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("space", SPACES)
 def test_every_name_of_torch_has_a_row_or_a_reason_for_none(space: str) -> None:
     found = unknown(space, SPACES[space])

@@ -65,6 +65,7 @@ def test_every_public_name_is_found_when_it_is_asked_for_and_no_other_is() -> No
         _ = halfstep.Modell  # type: ignore[attr-defined]
 
 
+@pytest.mark.exhaustive
 def test_import_adds_little_work_to_torch() -> None:
     # Calls, because times depend on what else the machine does. The import took 52 to 66 ms, and torch's 1,900 ms
     # (compiled files, one thread of an AMD EPYC). Built-in functions are left out, because each version of Python calls

@@ -78,6 +78,7 @@ def _label(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return y if x.is_floating_point() else y.view_as(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "shape", "dtype"),
     [("transformer", [None, 8], "int64"), ("resnet", [-1, 3, 8, 8], "float32"), ("rnn", [4, 8], "int64")],
@@ -94,6 +95,7 @@ def test_training_is_eager_training(name: str, shape: list[int | None], dtype: s
     torch.testing.assert_close([*model.state_dict().values()], [*reference.state_dict().values()], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_everything_in_a_forward_is_recorded_and_sizes_stay_open() -> None:
     model = Positions()
     reference = copy.deepcopy(model)
@@ -106,6 +108,7 @@ def test_everything_in_a_forward_is_recorded_and_sizes_stay_open() -> None:
     torch.testing.assert_close(model.position, reference.position)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_built_program_is_cast_as_a_captured_one(level: str) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
@@ -160,6 +163,7 @@ def normed() -> Any:
     return Made(lambda self, x: self.dropout(self.linear(self.norm(x))), **parts)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("when", ["before minimize", "after minimize"])
 @pytest.mark.parametrize("level", ["", "O1", "O2"])
 def test_a_clone_for_tests_evaluates_with_the_trained_parameters(level: str, when: str) -> None:
@@ -276,6 +280,7 @@ def test_torch_is_as_before_after_disable_static() -> None:
         static.data("x", [1])
 
 
+@pytest.mark.exhaustive
 def test_a_size_that_torch_export_cannot_leave_open() -> None:
     loss = build(MODELS["rnn"][0](), [4, None])
     with pytest.raises(HalfstepError, match=r"static.data\('x'\) leaves the size of dimension 1 open"):

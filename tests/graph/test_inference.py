@@ -57,6 +57,7 @@ def test_the_saved_model_is_the_trained_one_in_evaluation_mode(level: str, tmp_p
         assert loaded.loss
 
 
+@pytest.mark.exhaustive
 def test_torch_reads_the_file_without_halfstep(tmp_path: Path) -> None:
     model, program = trained()
     static.save_inference_model(tmp_path / "net", ["input"], program.outputs[0])
@@ -106,6 +107,7 @@ class Stochastic(nn.Module):
         return self.leaky(self.alpha(self.norm(self.lstm(x)[0])))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The tensor attributes")  # torch.export on an LSTM
 def test_no_op_computes_as_in_training(tmp_path: Path) -> None:
     model, x = Stochastic(), torch.randn(3, 4, 8)

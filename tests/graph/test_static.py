@@ -125,6 +125,7 @@ def test_no_more_casts_than_autocast_makes(name: str) -> None:
     assert graph.count == apart.casts_after <= eager
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_together_and_outside_the_loop(name: str) -> None:
     """At O1 on CUDA all of them are one cast; at O2 they are none. On a CPU large ones are cast where they are read."""
@@ -151,6 +152,7 @@ def test_parameters_together_and_outside_the_loop(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("name", MODELS)
 def test_o1_is_eager_o1(name: str, dtype: torch.dtype) -> None:
@@ -178,18 +180,18 @@ AROUND: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("level", [None, "O1", "O2"])
 def test_a_run_computes_as_the_program_says_whatever_is_in_force_around_it(level: str | None, around: str) -> None:
     def losses() -> list[torch.Tensor]:
         torch.manual_seed(0)
-        _, program, given = captured("resnet")
-        sgd = torch.optim.SGD(program.parameters(), lr=0.1)
+        _, program, sgd = ready()
         if level is None:
             program.minimize(sgd)
         else:
             static.amp.decorate(sgd, level=level, dtype="bfloat16").minimize(program.loss)
-        feed = dict(zip(program.feed_names, given, strict=True))
+        feed = {"input": torch.randn(2, 4), "label": torch.randn(2, 4)}
         return [static.Executor("cpu").run(program, feed, [program.loss])[0] for _ in range(3)]
 
     wanted = losses()
@@ -212,6 +214,7 @@ class Views(nn.Module):
         return total
 
 
+@pytest.mark.exhaustive
 def test_casts_move_across_views_to_where_they_are_fewest() -> None:
     program = static.capture(Views(), None, [torch.randn(4, 8)])
     cast = cast_graph(program.graph_module, OpLists.default(), BF16, together=2**40)
@@ -285,6 +288,7 @@ def test_what_a_write_in_place_changes_is_read_after_it(forward: Callable[..., A
         assert torch.equal(cast.module(x)[0], model(x))
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=200)
 @given(st.data())
 def test_the_cut_is_a_minimum(data: st.DataObject) -> None:
@@ -432,6 +436,7 @@ def test_fetching_by_name(tmp_path: Path) -> None:
         static.Executor().run(program, feed, ["lineer"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_saving_and_loading(level: str, tmp_path: Path) -> None:
     _, program, inputs = captured("resnet")
