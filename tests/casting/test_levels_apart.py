@@ -111,12 +111,6 @@ def test_two_models_after_each_other(
     assert outside() is (latest[-1] if latest else FP32)
 
 
-def test_an_o0_baseline_is_fp32_to_the_bit() -> None:
-    expected = Net()(X)
-    _alive = bring_up("O1")
-    assert torch.equal(bring_up("O0")(X), expected)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_decorated_models_are_left_alone_as_well(level: str) -> None:
     session = bring_up("O1", FP16)

@@ -40,18 +40,16 @@ class WeightCache:
         scopes: the open scopes of the thread.
 
     Attributes:
+        entries: the casts, by weight.
         clear: removes every cast.
         casts: the number of casts made.
     """
 
     def __init__(self, scopes: Sequence[object]) -> None:
         self._scopes = scopes
-        self._entries: dict[_Key, _Entry] = {}
-        self.clear = self._entries.clear
+        self.entries: dict[_Key, _Entry] = {}
+        self.clear = self.entries.clear
         self.casts = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def cast(
         self, weight: torch.Tensor, dtype: torch.dtype, wide: bool = False, kept: Kept | None = None
@@ -64,7 +62,7 @@ class WeightCache:
             wide: True to return the rounded values in fp32, for emulated products.
             kept: the dictionary that gets the operand of an emulated product; None caches the fp32 tensor instead.
         """
-        key, entries = (id(weight), wide), self._entries
+        key, entries = (id(weight), wide), self.entries
         recording = (dispatch_mode_count() and has_recording_mode()) or jit_tracing_state()
         entry = None if recording else entries.get(key)
         if entry is not None:
