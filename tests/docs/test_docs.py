@@ -7,13 +7,12 @@ import io
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.backends import needs_compiler
+from tests.support.python import python
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW_TO = sorted((ROOT / "docs/how-to").glob("*.md"))
@@ -49,13 +48,14 @@ SHOWS_FUSED_STATE = {"memory", "troubleshooting", "troubleshooting-weights"}
 """Pages whose output counts what only a fused step has in its state."""
 
 
+def marks_of(page: Path) -> list[pytest.MarkDecorator]:
+    long = page in HOW_TO or page.stem in ("graph-mode", "model", "tutorial", "when-a-run-goes-wrong")
+    return [needs_compiler] * (page.stem in SHOWS_FUSED_STATE) + [pytest.mark.exhaustive] * long
+
+
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[needs_compiler] if page.stem in SHOWS_FUSED_STATE else [], id=page.stem)
-        for page in PAGES
-        if FENCED.search(page.read_text())
-    ],
+    [pytest.param(page, marks=marks_of(page), id=page.stem) for page in PAGES if FENCED.search(page.read_text())],
 )
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -78,6 +78,7 @@ def test_other_output_than_a_page_shows_is_noticed(printed: str) -> None:
         assert_shown("loss 0.10", printed)
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_runs_and_prints_what_it_shows() -> None:
     namespace: dict[str, object] = {}
     for cell in json.loads((ROOT / "examples/diagnose.ipynb").read_text())["cells"]:
@@ -90,6 +91,5 @@ def test_the_notebook_runs_and_prints_what_it_shows() -> None:
 
 @pytest.mark.exhaustive
 def test_a_script_of_2019_prints_what_its_page_shows() -> None:
-    command = [sys.executable, "-m", "halfstep", "run", "--device", "cpu", str(ROOT / "examples/simple/of_2019.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = python("-m", "halfstep", "run", "--device", "cpu", str(ROOT / "examples/simple/of_2019.py"))
     assert_shown((ROOT / "docs/from-2019.md").read_text().split("```text\n")[1].split("```")[0], done.stdout)

@@ -172,6 +172,7 @@ def test_nvfp4_is_the_one_rounding_chain(rule: str, kind: str, dtype: torch.dtyp
         assert torch.equal(packed, codes)
 
 
+@pytest.mark.exhaustive
 def test_eden_corrects_the_scales_of_128_numbers_and_rounds_them_stochastically() -> None:
     numbers = TENSORS["normal"].clone()
     numbers[7] = 0.0

@@ -95,6 +95,7 @@ def test_a_16_bit_product_is_rounded_once(name: str, dtype: torch.dtype) -> None
         assert torch.equal(mine, exact.to(dtype))
 
 
+@pytest.mark.exhaustive
 def test_the_gradients_of_quartet2_are_right_in_the_mean() -> None:
     """In the mean over random signs and scales they are the products of what the forward product has rounded."""
     layer, x, grad = layer_with("quartet2", 192), torch.randn(160, 192), torch.randn(160, OUTPUTS)
@@ -107,24 +108,6 @@ def test_the_gradients_of_quartet2_are_right_in_the_mean() -> None:
         assert decibels(passes.mean(0), exact[at]) > decibels(passes[0], exact[at]) + 15  # 18 dB less noise
         assert decibels(passes[0], exact[at]) > 15.5
         assert not torch.equal(passes[0], passes[1])
-
-
-BOUNDS = {"fp8": (18, 17, 17), "mxfp8": (28, 28, 28), "nvfp4": (15, 14, 14)}
-"""torchao's thresholds for the signal-to-noise ratio of a result and its gradients, in dB."""
-
-
-@pytest.mark.parametrize(
-    ("name", "bounds"),
-    [*((name, "fp8") for name in RECIPES if name.startswith("fp8")), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")],
-)
-def test_the_signal_to_noise_ratio_is_above_torchaos_thresholds(name: str, bounds: str) -> None:
-    layer = layer_with(name, 256, 256)
-    x, grad = torch.randn(256, 256), torch.randn(256, 256)
-    plain = nn.Linear(256, 256)
-    plain.load_state_dict(layer.state_dict())
-    found, exact = run(layer, x, grad), run(plain, x, grad)
-    for mine, reference, least in zip(found, exact, BOUNDS[bounds], strict=False):
-        assert decibels(mine, reference) > least
 
 
 @pytest.mark.parametrize("block", ["tensor", "row"])
@@ -175,6 +158,7 @@ def test_the_kernels_agree_with_the_emulation(name: str, dtype: torch.dtype) -> 
 
 
 @BY_DYNAMO
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("torchao")
 def test_the_kernels_run_compiled_and_in_a_block_and_change_while_a_model_trains() -> None:
     layer, a, b = layer_with("mxfp8; backend=torchao"), torch.randn(2, 32, INPUTS), torch.randn(2, INPUTS, 32)
@@ -333,6 +317,7 @@ def test_torch_func_gives_each_sample_its_own_products() -> None:
             torch.testing.assert_close(found[name][i], param.grad)
 
 
+@pytest.mark.exhaustive
 def test_a_graph_computes_other_inputs_than_the_recorded_one() -> None:
     layer, x = layer_with("mxfp8").requires_grad_(False), torch.randn(8, INPUTS)
     exported = torch.export.export(layer, (x[:3],), dynamic_shapes=({0: torch.export.Dim("tokens")},)).module()
@@ -429,7 +414,7 @@ def test_an_overflow_skips_the_step_in_which_it_happens(name: str) -> None:
     scaler = amp.GradScaler(init_loss_scaling=1.0, decr_every_n_nan_or_inf=None, collapse_after=None)
     bad = torch.tensor([float("inf"), float("-inf"), float("nan")])
     skipped = []
-    for step in range(200):
+    for step in range(24):
         optimizer.zero_grad()
         x, grad = torch.randn(16, 64), torch.randn(16, 64)
         if step % 2:
@@ -437,7 +422,7 @@ def test_an_overflow_skips_the_step_in_which_it_happens(name: str) -> None:
         scaler.scale((model(x) * grad).sum()).backward()
         skipped.append(not scaler.step(optimizer))
         scaler.update()
-    assert skipped == [bool(step % 2) for step in range(200)]
+    assert skipped == [bool(step % 2) for step in range(24)]
     assert all(param.isfinite().all() for param in model.parameters())
 
 
@@ -490,7 +475,9 @@ def trained(level: str, kind: Any, recipe: str | None, way: str = "") -> tuple[l
 @BY_DYNAMO
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, optimizers.FusedAdam])
-@pytest.mark.parametrize("way", ["accumulation", "checkpoints", "DDP", "compiled"])
+@pytest.mark.parametrize(
+    "way", ["accumulation", "checkpoints", "DDP", pytest.param("compiled", marks=pytest.mark.exhaustive)]
+)
 def test_training_is_the_same_in_each_way(level: str, kind: Any, way: str) -> None:
     losses, model = trained(level, kind, "fp8_rowwise")
     with one_rank():
@@ -507,6 +494,7 @@ def test_training_is_the_same_in_each_way(level: str, kind: Any, way: str) -> No
 
 
 @BY_DYNAMO
+@pytest.mark.exhaustive
 def test_formats_change_while_a_model_trains() -> None:
     model = Network()
     amp.set_products(model, "nvfp4; layers=all; last_blocks=0")
@@ -552,7 +540,6 @@ def test_a_block_rounds_the_operands_of_every_product(level: str) -> None:
         assert torch.equal(model(x), Network.forward(model, x))
 
 
-@BY_DYNAMO
 def test_the_products_of_a_block() -> None:
     a, b = torch.randn(4, 32, 64), torch.randn(4, 64, 32)
     format = Format.parse("mxfp8")
@@ -572,6 +559,12 @@ def test_the_products_of_a_block() -> None:
     torch.testing.assert_close(found, expected)
     plain = [a[:, :, :5] @ b[:, :5], a.double() @ b.double(), a[0, 0] @ b[0]]
     assert all(map(torch.equal, others, plain))  # sizes, dtypes and shapes that do not fit
+
+
+@BY_DYNAMO
+@pytest.mark.exhaustive
+def test_the_products_of_a_compiled_block() -> None:
+    a, scope = torch.randn(4, 32, 64), amp.auto_cast(level="O0", products="mxfp8")
     layer = nn.Linear(64, 32)
     compiled = torch.compile(layer, backend="aot_eager")
 

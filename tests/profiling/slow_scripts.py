@@ -53,6 +53,17 @@ class Slow(NamedTuple):
     cause: str
     text: str
 
+    @property
+    def file(self) -> Path:
+        """Return the file of ``RECORDED`` with steps of this script."""
+        name = re.sub(r"[^\w-]+", "_", self.name).strip("_")
+        return RECORDED / f"{name}.json.gz"
+
+    @property
+    def is_long(self) -> bool:
+        """True if its recorded steps have many ops."""
+        return self.file.stat().st_size > 8_000
+
     def run(self) -> dict[str, object]:
         """Run the script, and return its names."""
         names: dict[str, object] = {"__name__": "__main__"}
@@ -61,8 +72,7 @@ class Slow(NamedTuple):
 
     def recorded(self) -> Profile:
         """Profile the steps that ``RECORDED`` has of this script."""
-        name = re.sub(r"[^\w-]+", "_", self.name).strip("_")
-        known: Any = json.loads(gzip.decompress((RECORDED / f"{name}.json.gz").read_bytes()))
+        known: Any = json.loads(gzip.decompress(self.file.read_bytes()))
         tables, (names, cats, threads, starts, times, args) = known["events"]["tables"], known["events"]["columns"]
         events = [
             {

@@ -12,6 +12,7 @@ import pytest
 
 import halfstep
 from halfstep.profiling.run import of_run
+from tests.support.python import python
 
 for needed in ("click", "rich"):
     pytest.importorskip(needed)  # the GPU machine has neither
@@ -30,23 +31,25 @@ for _ in range(int(sys.argv[1])):
 """
 
 
-def profile(path: Path, text: str, *options: str, steps: int = 20) -> subprocess.CompletedProcess[str]:
-    (script := path / "train.py").write_text(TRAINING + text)
-    command = [sys.executable, "-W", "error", "-m", "halfstep", "profile", *options, str(script), str(steps)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def profile(path: Path, *options: str, steps: int) -> subprocess.CompletedProcess[str]:
+    (script := path / "train.py").write_text(TRAINING)
+    return python("-m", "halfstep", "profile", *options, str(script), str(steps))
 
 
+@pytest.mark.exhaustive
 def test_o2_casts_the_model_of_a_script_that_knows_no_levels(tmp_path: Path) -> None:
-    found = profile(tmp_path, "", "--level=O2", f"--html={tmp_path / 'page.html'}")
+    found = profile(tmp_path, "--level=O2", f"--html={tmp_path / 'page.html'}", steps=20)
     assert found.returncode == 0, found.stderr
+    assert "Warning" not in found.stderr
     assert found.stdout.count("weights") == 7  # the eighth step ends the script
     assert found.stdout.splitlines()[6] == "weights torch.bfloat16"
     assert "a step takes" in found.stdout
     assert "bfloat16" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_ends_before_a_step_is_measured_says_so(tmp_path: Path) -> None:
-    found = profile(tmp_path, "", "--level=O1", steps=2)
+    found = profile(tmp_path, "--level=O1", steps=2)
     assert found.returncode == 1
     assert "Error: train.py has ended after 2 optimizer steps in this process." in found.stderr
     assert "a step takes" not in found.stdout
@@ -64,7 +67,7 @@ def test_exit_without_an_error_is_the_end_of_a_script() -> None:
     assert found.steps == 2  # what comes after the last step of the optimizer is none
     for end, error in (("sys.exit(7)", SystemExit), ("raise ValueError", ValueError)):
         with pytest.raises(error):
-            ended(end, 5)
+            ended(end, 1)
 
 
 OTHERS = {
@@ -84,6 +87,7 @@ for _ in range(9):
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_thread_or_profiler_ends_the_script_with_one_error(name: str) -> None:
     step = "def step():\n    model(torch.randn(1, 64)).sum().backward()\n    optimizer.step()\n"

@@ -44,26 +44,27 @@ def check_found(kind: str, seed: int, count: int | None = None) -> None:
     assert len(result.runs) <= 2 * math.log2(k) + k + 2 + 2, str(result)  # two more where an innocent unit ranks high
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [1, 3])
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(("kind", "count"), [("lstm", 1), *(pytest.param(kind, 3, marks=EXHAUSTIVE) for kind in KINDS)])
 def test_planted_faults_are_found(kind: str, count: int) -> None:
     check_found(kind, 7, count)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [1079, 1080, 2056], ids=["gradients overflow", "they overflow", "fresh batches fail"])
 def test_a_unit_that_the_loss_of_the_batches_does_not_show_is_found(seed: int) -> None:
     check_found("lstm", seed)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(10))
-def test_planted_faults_are_found_at_more_places(kind: str, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "kind"), [*enumerate([*KINDS] * 3)])
+def test_planted_faults_are_found_at_more_places(seed: int, kind: str) -> None:
     check_found(kind, seed)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "level"), [("cnn", "O2"), ("transformer", "O2"), ("lstm", "O1")])
 def test_in_healthy_models_nothing_must_stay(kind: str, level: str) -> None:
     result = search(planted(kind, 0, 0), dtype="bfloat16", level=level)
     assert (result.status, result.keep, len(result.runs)) == ("found", (), 2)
@@ -74,6 +75,7 @@ def test_in_healthy_models_nothing_must_stay(kind: str, level: str) -> None:
     assert all(row["forward"] + row["backward"] < math.inf for row in result.table())
 
 
+@pytest.mark.exhaustive
 def test_where_no_unit_is_guilty_alone_a_set_is_found() -> None:
     torch.manual_seed(0)
     chain = Chain(24)
@@ -90,7 +92,7 @@ def test_where_no_unit_is_guilty_alone_a_set_is_found() -> None:
     assert abs(result.outcome.difference) <= 3e-3
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=EXHAUSTIVE)])
 def test_the_answer_goes_into_initialize(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = planted("cnn", 2, 1) if level == "O2" else Planted(*_exploding(), faults={"1"})
     result = search(case, level=level)
@@ -166,6 +168,7 @@ def _exploding() -> tuple[nn.Module, list[Batch]]:
     return model, [(torch.randn(16, 8), torch.randint(5, (16,))) for _ in range(16)]
 
 
+@pytest.mark.exhaustive
 def test_ops_are_found(tmp_path: Path) -> None:
     model, batches = _exploding()
     result = halfstep.search(model, step, batches, unit="op", progress=False)
@@ -228,6 +231,7 @@ def language() -> tuple[nn.Module, Any, list[Batch]]:
     return model, step, [batch() for _ in range(16)]
 
 
+@pytest.mark.exhaustive
 def test_layers_that_must_not_have_formats_are_found() -> None:
     model, _, batches = language()
     options: dict[str, Any] = {"dtype": "bfloat16", "products": "nvfp4", "progress": False}
@@ -310,6 +314,7 @@ def test_the_interval_of_a_guard_is_one_of_students_t(freedom: int, quantile: fl
     assert spread * count == pytest.approx(quantile, rel=2e-5)
 
 
+@pytest.mark.exhaustive
 def test_random_numbers_are_paired() -> None:
     case = planted("cnn", 1, 0)
     noisy = nn.Sequential(nn.Dropout(0.2), case.model)
@@ -329,7 +334,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ending", ["well", "an error", "Ctrl-C"])
+@pytest.mark.parametrize("ending", [pytest.param("well", marks=EXHAUSTIVE), "an error", "Ctrl-C"])
 def test_nothing_changes(ending: str) -> None:
     case = planted("cnn", 2, 1)
     for p in case.model.parameters():
@@ -352,6 +357,7 @@ def test_nothing_changes(ending: str) -> None:
     torch.testing.assert_close(state_of(case.model), before, rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_goes_on(tmp_path: Path) -> None:
     case, file = planted("lstm", 1, 3), tmp_path / "known.json"
     whole = search(case)
@@ -368,6 +374,7 @@ def test_a_checkpoint_goes_on(tmp_path: Path) -> None:
         search(case, checkpoint=file)
 
 
+@pytest.mark.exhaustive
 def test_a_page_and_a_table(tmp_path: Path) -> None:
     case = planted("cnn", 3)
     result = search(case)
@@ -456,6 +463,7 @@ def test_wrong_uses_are_refused(case: str) -> None:
         halfstep.search(options.pop("model"), options.pop("step"), options.pop("batches"), **options)
 
 
+@pytest.mark.exhaustive
 def test_a_guard_with_a_metric() -> None:
     case = planted("cnn", 2, 1)
 
@@ -469,12 +477,12 @@ def test_a_guard_with_a_metric() -> None:
             Guard(**wrong)
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-@pytest.mark.parametrize("name", ["tests.searching.test_search:healthy", f"{__file__}:healthy"])
-def test_the_command_prints_the_answer(name: str, terminal: bool, tmp_path: Path) -> None:
-    if name.startswith("/"):
+@pytest.mark.parametrize("terminal", [False, pytest.param(True, marks=EXHAUSTIVE)], ids=["module", "file, terminal"])
+def test_the_command_prints_the_answer(terminal: bool, tmp_path: Path) -> None:
+    name = f"{__name__}:healthy"
+    if terminal:
         file = tmp_path / "case.py"
-        file.write_text("from tests.searching.test_search import healthy\n")
+        file.write_text(f"from {__name__} import healthy\n")
         name = f"{file}:healthy"
     files = [f"--report={tmp_path / 'a.html'}", f"--save={tmp_path / 'a.json'}"]
     env = {"FORCE_COLOR": "1"} if terminal else {}  # for rich, a terminal
