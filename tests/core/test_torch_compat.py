@@ -7,6 +7,7 @@ as ``x._name`` or by ``getattr``.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,13 +78,16 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-OURS = {name for path in FILES if path not in HOMES for name in defined(ast.parse(path.read_text()))}
+@functools.cache
+def defined_here() -> frozenset[str]:
+    """The names that the sources define outside of ``torch_internals``."""
+    return frozenset(name for path in FILES if path not in HOMES for name in defined(ast.parse(path.read_text())))
 
 
 def private_names(text: str) -> Iterator[str]:
     """Private names of torch in a text: imported, below ``torch``, and attributes that are not ours."""
     tree = ast.parse(text)
-    ours = OURS.union(defined(tree))
+    ours = defined_here().union(defined(tree))
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
