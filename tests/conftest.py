@@ -105,6 +105,13 @@ def value_in_id(val: object) -> str | None:
     return None
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen_imports() -> None:
+    """Keep the garbage collector from reading again what the file before has imported, such as Dynamo."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def collector_off() -> Iterator[None]:
     gc.collect()
