@@ -85,8 +85,8 @@ class Data(Dataset):
     def __getitem__(self, i):
         from torch._six import string_classes
         args = torch.load("c.pt")["args"]
-        from apex import amp
         import amp_C
+        from apex import amp
         return [isinstance("a", string_classes), args, amp.__name__, amp_C.__name__, torch.cuda.is_available()]
 
 if __name__ == "__main__":

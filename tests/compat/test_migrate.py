@@ -150,20 +150,6 @@ def test_mentions_show_and_are_no_failure(tmp_path: Path) -> None:
     assert "0 files would change, 0 places left, 1 mention" in said
 
 
-@pytest.mark.exhaustive
-def test_many_files_are_rewritten_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for i in range(9):
-        (tmp_path / f"{i}.py").write_text(f"x = {i}\nfrom apex import amp\n" if i != 5 else "import apex (\n")
-    (tmp_path / "other.py").write_bytes(b"\xff\xfe not UTF-8")
-    monkeypatch.setattr("halfstep.cli.migrate._PARALLEL", 8)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    code, said = run(str(tmp_path), "--write")
-    assert code == 1
-    assert "8 files changed, 1 place left" in said
-    assert "5.py: not Python that can be read" in said
-    assert (tmp_path / "7.py").read_text() == "x = 7\nfrom halfstep import amp\n"
-
-
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_a_write_that_fails_leaves_all_files(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import multiprocessing
-import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,18 +61,6 @@ def migrate(source: str) -> Migration:
 
 _WORDS = ("apex", "amp_C", "syncbn")
 _NOTEBOOK = Migration("", "", [], [(1, "a notebook, which is not rewritten")])
-_PARALLEL = 64
-"""The number of files from which on worker processes help; starting one takes seconds."""
-
-
-def _migrate_files(files: list[Path]) -> Iterator[Migration | str]:
-    """Yield the rewritten files in order."""
-    workers = min(os.cpu_count() or 1, len(files) // (_PARALLEL // 2))
-    if workers < 2:
-        yield from map(_migrate_file, files)
-        return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_migrate_file, files, chunksize=4)
 
 
 def _migrate_file(path: Path) -> Migration | str:
@@ -107,7 +92,7 @@ def command(paths: tuple[Path, ...], write: bool) -> None:
                 f"{path} is no Python file; {first}name files that end in .py, or folders with such files."
             )
     files = [path for path in find_sources(paths) if _speaks_of_apex(path)]
-    rewritten: Iterable[tuple[Path, Migration | str]] = zip(files, _migrate_files(files), strict=True)
+    rewritten: Iterable[tuple[Path, Migration | str]] = ((path, _migrate_file(path)) for path in files)
     if write:  # before printing, because the reader of the output may close the pipe
         rewritten = list(rewritten)
         new = [(path, each) for path, each in rewritten if isinstance(each, Migration) and each.after != each.before]
