@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -247,14 +246,6 @@ def test_what_is_emulated_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert [row[header.index("computed")] for row in rows] == computed
         report.write_report(tmp_path / "r.html", runs, settings)
         assert "Emulated: this device has no 16-bit units" in (tmp_path / "r.html").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "shown"),
-    [(-2.1, 0.5, [-2.0, -1.0, 0.0]), (-0.2, 0.8, [0.0, math.log10(2), math.log10(5)]), (0.1, 0.2, [0.1, 0.2])],
-)
-def test_a_logarithmic_axis_has_few_labels(low: float, high: float, shown: list[float]) -> None:
-    assert report._decades(low, high) == pytest.approx(shown)
 
 
 @pytest.mark.exhaustive

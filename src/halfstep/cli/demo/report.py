@@ -200,23 +200,20 @@ def _memory(runs: Sequence[DemoRun]) -> Markup:
 
 
 def _losses(runs: Sequence[DemoRun]) -> Markup:
-    drawn = [
-        Line(run.name, [(step, _log10(loss)) for step, loss in enumerate(_smooth(run.losses))], hue=i)
-        for i, run in enumerate(runs)
-    ]
-    exponents = [value for line in drawn for _, value in line.points if not math.isnan(value)] or [0.0]
-    low, high = min(exponents) - 0.1, max(exponents) + 0.1
-    ends = ", ".join(f"{run.name} {run.final_loss:.2g}" for run in runs)
-    told = f"{len(drawn)} lines over {len(runs[0].losses)} steps. In the last epoch: {ends}."
-    ticks = _decades(low, high)
-    picture = lines("Loss", told, drawn, low=low, high=high, label=lambda at: f"{10.0**at:.1g}", ticks=ticks)
     epochs = range(len(runs[0].losses) // EPOCH_STEPS)
-    body = [
-        [str(epoch + 1), *(f"{statistics.fmean(_of_epoch(run.losses, epoch)):.4f}" for run in runs)] for epoch in epochs
+    means = {run.name: [statistics.fmean(_of_epoch(run.losses, epoch)) for epoch in epochs] for run in runs}
+    drawn = [
+        Line(name, [(epoch + 1, math.log2(mean) if mean > 0 else math.nan) for epoch, mean in enumerate(values)])
+        for name, values in means.items()
     ]
-    means = numbers("Numbers", ["epoch", *(run.name for run in runs)], body, "Mean of each epoch")
-    text = "Training loss: at each step the geometric mean of the eleven steps around it."
-    return figure(picture, means, caption=text)
+    exponents = [at for line in drawn for _, at in line.points if math.isfinite(at)] or [0.0]
+    ends = ", ".join(f"{run.name} {run.final_loss:.2g}" for run in runs)
+    told = f"{len(drawn)} lines over {len(epochs)} epochs. In the last epoch: {ends}."
+    low, high = min(exponents) - 0.3, max(exponents) + 0.3
+    picture = lines("Loss", told, drawn, low=low, high=high, label=lambda at: f"{2.0**at:.2g}")
+    body = [[str(epoch + 1), *(f"{values[epoch]:.4f}" for values in means.values())] for epoch in epochs]
+    table_of_means = numbers("Numbers", ["epoch", *means], body, "Mean of each epoch")
+    return figure(picture, table_of_means, caption="The training loss, as the mean of each epoch.")
 
 
 def _loss_scales(runs: Sequence[DemoRun]) -> Markup:
@@ -286,25 +283,3 @@ def _scale(scale: float) -> str:
 
 def _of_epoch(values: Sequence[float], epoch: int) -> Sequence[float]:
     return values[epoch * EPOCH_STEPS : (epoch + 1) * EPOCH_STEPS]
-
-
-def _log10(value: float) -> float:
-    return math.log10(value) if 0 < value < math.inf else math.nan
-
-
-def _decades(low: float, high: float) -> list[float]:
-    """Choose the labels of a logarithmic axis: 1, 2 and 5 times powers of 10, or only powers of 10 for a long axis."""
-    whole = range(math.floor(low), math.ceil(high) + 1)
-    fine = [decade + math.log10(factor) for decade in whole for factor in (1, 2, 5)]
-    shown = [at for at in fine if low <= at <= high]
-    if len(shown) > 6:
-        shown = [float(at) for at in whole if low <= at <= high]
-    return shown or [low, high]
-
-
-def _smooth(values: Sequence[float], reach: int = 5) -> list[float]:
-    """Smooth by the geometric mean over ``reach`` values on both sides; values are unchanged if one is not positive."""
-    if any(not 0 < value < math.inf for value in values):
-        return list(values)
-    windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
-    return [statistics.geometric_mean(window) for window in windows]
