@@ -72,8 +72,6 @@ def by_hand(batches: tuple[int, int], initial: bool, rounds: int) -> list[torch.
 def test_ranks_with_different_numbers_of_batches(
     ranks: Ranks, level: str, scale: Any, batches: tuple[int, int], initial: bool
 ) -> None:
-    if level == "O2" and not initial and scale == 1.0:
-        scale = "dynamic"
     first, second = ranks.run(train, level, scale, "plain", batches, initial, 2)
     assert (first["steps"], second["steps"]) == (2 * (batches[0] + 2), 2 * (batches[1] + 2))
     expected = by_hand(batches, initial, 2)
@@ -170,23 +168,24 @@ def test_a_wrapper_is_as_before_when_join_is_over(ranks: Ranks) -> None:
     assert_equal(first, second)
 
 
-def unsynced(rank: int) -> str:
-    model, optim = start_amp(net(), OPTIMIZERS["sgd"], "O2", dtype=torch.bfloat16)
+def unsynced(rank: int) -> tuple[str, float]:
+    model, optim = start_amp(net(), OPTIMIZERS["sgd"], "O2", dtype=torch.bfloat16, loss_scale="dynamic")
     ddp: Any = DistributedDataParallel(model)
     try:
         with warnings.catch_warnings(), ddp.join():
             micro_step(ddp, optim, "u", data(rank, 0, 0))
-            micro_step(ddp, optim, "s", data(rank, 0, 0))
+            micro_step(ddp, optim, "s", data(rank, 0, 0), poison=True)
             optim.step()
             micro_step(ddp, optim, "u", data(rank, 0, 0))
             optim.step()
     except UsageError as error:
-        return str(error)
+        return str(error), amp.state_dict()["loss_scaler0"]["loss_scale"]
     finally:
         amp.deactivate()
-    return ""
+    return "", 0.0
 
 
 def test_a_window_that_ends_unsynced_is_refused(ranks: Ranks) -> None:
-    for message in ranks.run(unsynced):
+    for message, scale in ranks.run(unsynced):
         assert "DistributedDataParallel.join()" in message
+        assert scale == 2.0**15, "the overflow in the second of two passes counts"

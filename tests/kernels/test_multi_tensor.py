@@ -188,20 +188,20 @@ def test_empty_lists() -> None:
 
 
 @pytest.mark.parametrize("bad", [*BAD, None])
-@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(("scaled", "accumulate"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("on", ["eager", "torch", "compiled"])
-def test_large_sixteen_bit_gradients_are_added_in_fp32(on: str, scaled: bool, bad: str | None) -> None:
+def test_large_sixteen_bit_gradients_are_widened(on: str, scaled: bool, accumulate: bool, bad: str | None) -> None:
     """A compiled backend does this in one pass over the memory."""
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(multi_tensor._LARGE + 1, generator=generator).to(BF16)
     target = torch.randn(grad.shape, generator=generator)
     if bad is not None:
         grad[-1] = BAD[bad]
-    expected = target.double() + grad.double() * (1 / 3 if scaled else 1.0)
+    expected = target.double() * accumulate + grad.double() * (1 / 3 if scaled else 1.0)
     found_inf = flag()
     with backend(on):
         inv_scale = torch.tensor(1 / 3) if scaled else None
-        multi_tensor.unscale_into([grad], [target], inv_scale, found_inf, accumulate=True)
+        multi_tensor.unscale_into([grad], [target], inv_scale, found_inf, accumulate=accumulate)
     assert found_inf.item() == float(scaled and bad is not None)
     size = expected.abs() + grad.double().abs()
     assert_close(target[:-1], expected[:-1], size[:-1])

@@ -17,6 +17,7 @@ from halfstep import optimizers
 from halfstep.core.errors import ArgumentValueError
 from halfstep.kernels import backend
 from halfstep.kernels.backends import compiler
+from halfstep.parameters.ledger import set_grads
 from tests.support.worlds import BF16, FP16, FP32, assert_equal, close
 
 Optimizer = torch.optim.Optimizer
@@ -144,11 +145,12 @@ def test_backends_agree_on_any_shapes(shapes: list[tuple[int, ...]], dtypes: lis
         torch.testing.assert_close(a, b, rtol=2 * ulp, atol=2 * ulp)
 
 
-def test_larc_bounds_the_rate() -> None:
-    """You, Gitman and Ginsburg, as Apex has it: the gradient is scaled by min(local / lr, 1)."""
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_larc_bounds_the_rate(dtype: torch.dtype) -> None:
+    """You, Gitman and Ginsburg, as Apex has it: the gradient is scaled by min(local / lr, 1), in fp32."""
     param = nn.Parameter(torch.full((4,), 2.0))
     optim = optimizers.LARC(torch.optim.SGD([param], lr=1.0, weight_decay=0.1), trust_coefficient=0.02)
-    param.grad = torch.full((4,), 3.0)
+    set_grads([param], [torch.full((4,), 3.0, dtype=dtype)])
     optim.step()
     local = 0.02 * 4.0 / (6.0 + 0.1 * 4.0 + 1e-8)
     assert param.tolist() == pytest.approx([2.0 - local * (3.0 + 0.1 * 2.0)] * 4)
@@ -161,8 +163,7 @@ def test_larc_is_printed_and_copied_with_its_optimizer(way: str) -> None:
         (param,) = optim.param_groups[0]["params"]
         param.grad = torch.full((4,), 3.0)
         optim.step()
-        found: list[float] = param.tolist()
-        return found
+        return param.tolist()  # type: ignore[no-any-return]
 
     param = nn.Parameter(torch.full((4,), 2.0))
     optim = optimizers.LARC(torch.optim.SGD([param], lr=1.0, momentum=0.9), trust_coefficient=0.5, clip=False, eps=0.1)
@@ -182,7 +183,7 @@ def test_state_that_was_exchanged_is_used() -> None:
     optim = optimizers.FusedAdam(params, lr=0.1, betas=(0.5, 0.5))
     for _ in range(2):
         train(optim, params, 1)
-    first, second = (optim.state[p] for p in params)
+    first, second = ({**optim.state[p], "step": torch.tensor([2.0])} for p in params)
     optim.state[params[0]], optim.state[params[1]] = second, first
     second["exp_avg"].fill_(1e6)
     before = params[0].detach().clone()

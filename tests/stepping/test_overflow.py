@@ -126,7 +126,7 @@ FIRST = [name for name in TRAINED if not name.startswith(("FP16", "TrainStep")) 
 
 
 @pytest.mark.parametrize("rule", [DYNAMIC, StaticLossScale(128.0)], ids=["dynamic", "static"])
-@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("dampening", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", FIRST)
 def test_a_first_step_that_overflows_leaves_no_momentum(
     name: str, dampening: float, rule: Any, monkeypatch: pytest.MonkeyPatch

@@ -228,7 +228,7 @@ class GroupRows:
 
         ``known`` is True if the entries of the state are the same objects as in the last step.
         """
-        if state is not self._state or len(params) != len(self._params) or layout != self._layout:
+        if state is not self._state or layout != self._layout:
             return False
         grads = list(map(_GRAD, params))
         if list(map(is_, grads, _NONES)) != self._missing or not all(map(is_, params, self._params)):
