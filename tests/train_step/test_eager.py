@@ -121,6 +121,15 @@ def test_the_model_may_return_the_loss_of_the_whole_batch() -> None:
     assert step({"x": x, "y": y}) < first
 
 
+def test_the_items_before_the_last_are_the_models_arguments() -> None:
+    model, optimizer = with_optimizer(mlp(), torch.optim.SGD, lr=0.1)
+    step = TrainStep(lambda one, other: model(one + other), loss_of, optimizer, max_grad_norm=1.0)
+    assert step.grad_norm is None
+    x, y = random_batch(0)
+    assert step(x, x, y) == loss_of(mlp()(2 * x), y)
+    assert step.grad_norm > 0
+
+
 def test_each_kind_of_batch_has_a_signature_and_few_are_kept() -> None:
     model = mlp()
     step = TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
