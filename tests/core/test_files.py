@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from halfstep import Model, amp, optimizers
-from halfstep.core.files import save_whole
+from halfstep.core.files import save_whole, write_whole
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.parallel import save_checkpoint
 from tests.support.worlds import BF16, scaled_step, start_amp
@@ -99,6 +99,12 @@ def test_an_error_leaves_the_previous_file_and_nothing_else(save: Any, tmp_path:
         save({"a": Unpicklable()}, path)
     assert [each.name for each in tmp_path.iterdir()] == ["x.pt"]
     assert torch.load(path, weights_only=True) == {"a": 1}
+
+
+def test_a_text_that_cannot_be_encoded_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(tmp_path / "text", "\udc00")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
