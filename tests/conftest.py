@@ -15,6 +15,7 @@ from hypothesis import settings
 
 from halfstep import amp
 from halfstep.casting import config, emulation
+from tests.support.backends import seed_without_traces
 from tests.support.combinations import STRENGTHS, chosen
 from tests.support.defaults import DEFAULTS, OtherDefaults
 from tests.support.processes import ranks
@@ -27,8 +28,7 @@ settings.register_profile("halfstep", deadline=None)  # on a busy machine an exa
 settings.load_profile("halfstep")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be there before anything, such as torch.compile, imports triton
-    # torch.manual_seed keeps a stack trace for each kind of accelerator that is absent: 1 ms in every test.
-    torch.manual_seed = torch.default_generator.manual_seed
+seed_without_traces()
 
 
 TERMINAL = ["COLORTERM", "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR"]
@@ -107,7 +107,10 @@ def value_in_id(val: object) -> str | None:
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_imports() -> None:
-    """Keep the garbage collector from reading again what the file before has imported, such as Dynamo."""
+    """Keep the garbage collector from reading again what the file before has imported, such as Dynamo.
+
+    ``gc.get_objects()`` no longer lists what is there now, so a file sees only its own models and optimizers.
+    """
     gc.collect()
     gc.freeze()
 

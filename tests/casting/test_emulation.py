@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from halfstep import Model, OpLists, amp
+from halfstep import Model, OpLists, amp, static
 from halfstep.casting import config, emulation
 from halfstep.casting.scope import OpCasting
 from halfstep.core import hardware
@@ -235,6 +235,17 @@ def test_model_emulates(dtype: torch.dtype) -> None:
         with Products() as products:
             model.train_batch(x, y)
         assert products.dtypes == {FP32}
+
+
+@pytest.mark.exhaustive
+def test_graph_mode_emulates() -> None:
+    x, y = data()
+    program = static.capture(nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4, 3)), F.cross_entropy, (x, y))
+    sgd = torch.optim.SGD(program.parameters(), lr=0.1)
+    static.amp.decorate(sgd, level="O2", dtype="bfloat16", emulate=True).minimize(program.loss)
+    with Products() as products:
+        static.Executor().run(program, dict(zip(program.feed_names, (x, y), strict=True)))
+    assert products.dtypes == {FP32}
 
 
 @pytest.mark.exhaustive

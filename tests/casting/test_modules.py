@@ -231,6 +231,8 @@ def test_a_model_is_exempted_once_and_nothing_else_is() -> None:
     assert len(model._forward_pre_hooks) == 1
     assert has_casting(model, explicit=True)
     assert not has_casting(model)
+    with amp.auto_cast(dtype=BF16):
+        assert model(torch.ones(3, 4)).dtype is FP32
 
 
 # ---- devices

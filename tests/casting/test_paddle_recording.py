@@ -187,7 +187,7 @@ def test_documented_difference_is_one(name: str, device: str) -> None:
 CUSTOM = {key: key.removesuffix("]").partition(" [")[::2] for key in FACTS["custom_lists"]}
 """The op and Paddle's name of it for each recording of a custom list."""
 ALL_NAMES = {name for _, name in CUSTOM.values()}
-"""Paddle recorded lists of one name. Here one list has all of them, since an op asks for its own name alone."""
+"""Paddle recorded a list of one name for each op. Here one list has all names: an op looks up only its own."""
 
 
 def custom_row(key: str, device: str) -> tuple[list[str], list[str]]:

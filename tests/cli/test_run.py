@@ -57,6 +57,18 @@ ENDINGS = [
 ]
 
 
+def test_a_real_process_ends_as_under_python(tmp_path: Path) -> None:
+    """What a forked process leaves out: objects that are torn down after the script."""
+    script = "class Last:\n    def __del__(self): raise ValueError('torn down')\nlast = Last()\n"
+    (tmp_path / "train.py").write_text(script)
+    ends = []
+    for ways in (["-m", "halfstep", "run"], []):
+        command = [sys.executable, *ways, "train.py"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
+        ends.append((done.returncode, done.stdout, "ValueError: torn down" in done.stderr))
+    assert ends == [(0, "", True)] * 2
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("command", "way", "what"), ENDINGS)
 def test_a_script_ends_as_under_python(command: str, way: str, what: str, tmp_path: Path) -> None:

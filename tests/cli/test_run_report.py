@@ -113,7 +113,7 @@ def test_fp16_optimizer(tmp_path: Path) -> None:
     [
         ("sys.exit(3)", 3, "It exited with 3."),
         ("sys.exit()", 0, "It ran to its end."),
-        ("raise KeyboardInterrupt", None, "It ended with KeyboardInterrupt"),
+        ('raise KeyboardInterrupt("lost")', None, "It ended with KeyboardInterrupt: lost"),
     ],
 )
 def test_however_it_ends(tmp_path: Path, last: str, status: int | None, said: str) -> None:

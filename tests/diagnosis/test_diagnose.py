@@ -109,16 +109,16 @@ def test_a_disabled_scaler_scales_no_gradients() -> None:
 
 @pytest.mark.exhaustive
 def test_a_script_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = SimpleNamespace(run=lambda command, **_: python(*command[1:]))
-    monkeypatch.setattr(sys.modules[diagnose.__module__], "subprocess", run)
     path = tmp_path / "train.py"
+    path.write_text("1 / 0")
+    with pytest.raises(halfstep.HalfstepError, match=r"train.py failed:\n(.*\n)*ZeroDivisionError"):
+        halfstep.diagnose(path)
+    run = SimpleNamespace(run=lambda command, **_: python(*command[1:]))  # forked: torch need not be imported again
+    monkeypatch.setattr(sys.modules[diagnose.__module__], "subprocess", run)
     path.write_text(SCRIPTS[-1].text(steps=4))
     result = halfstep.diagnose(path)
     assert "in a process of its own" in str(result)
     assert result.findings[0].code == "HS122"
-    path.write_text("1 / 0")
-    with pytest.raises(halfstep.HalfstepError, match=r"train.py failed:\n(.*\n)*ZeroDivisionError"):
-        halfstep.diagnose(path)
 
 
 def test_a_recipe_that_saturates_is_first_and_its_fix_helps() -> None:

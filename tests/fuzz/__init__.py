@@ -17,15 +17,15 @@ MACHINES: dict[str, Any] = {"trainer": Trainer, "fused": Fused, "casts": Casts, 
 """State machines by name; ``cases`` of one says how many cases it has begun."""
 
 
-def options(machine: Any, count: int, *, shrink: bool = True) -> settings:
-    """So many cases of a machine, however long they take.
+def options(machine: Any, count: int, *, shrink: bool = True, steps: int | None = None) -> settings:
+    """So many cases of a machine, however long they take; each has ``steps`` steps, or the machine's own number.
 
     With ``shrink=False`` a case that fails is printed as it was found: to make it smaller may take an hour.
     """
     left_out = () if shrink else (Phase.shrink, Phase.explain)
     return settings(
         max_examples=count,
-        stateful_step_count=machine.steps,
+        stateful_step_count=steps or machine.steps,
         phases=[phase for phase in machine.phases if phase not in left_out],
         deadline=None,
         database=None,

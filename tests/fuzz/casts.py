@@ -113,7 +113,7 @@ class Casts(RuleBasedStateMachine):
     """Calls of random ops under ``amp.auto_cast``."""
 
     cases = 0
-    steps = 4
+    steps = 20
     phases = tuple(Phase)
 
     @rule(

@@ -88,7 +88,7 @@ with wandb.init(mode="offline", dir=sys.argv[1], project="halfstep") as run:
 @pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed; `make integrations` installs it")
 def test_model_fit_logs_to_a_run_of_wandb(tmp_path: Path) -> None:
-    """In a process of its own: wandb takes the longer to import, the more is imported already."""
+    """In a process of its own: importing wandb takes longer, the more modules are loaded."""
     run = python("-c", WANDB, str(tmp_path), quiet=True)
     assert run.stdout.splitlines()[-1:] == ["True"], run.stderr
 

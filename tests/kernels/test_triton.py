@@ -95,9 +95,11 @@ def test_aligned_chunks_take_the_path_of_vectors(
 @pytest.mark.exhaustive
 def test_a_sum_of_many_chunks_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than are added up at once."""
+    assert triton_source._PRELUDE.count("= 1024)") == 1
     monkeypatch.setattr(triton_source, "_PRELUDE", triton_source._PRELUDE.replace("= 1024)", "= 16)"))
     triton._module.cache_clear()
     values = torch.ones(35 * 256 + 7)
     with kernels.backend("triton"):
         (sums,) = launch(TensorTable.of(grad=[values, torch.full((300,), 2.0)]), read_gradients, {})
+    triton._module.cache_clear()
     assert sums.tolist() == [len(values), 1200.0]

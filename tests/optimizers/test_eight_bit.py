@@ -261,6 +261,20 @@ def test_a_skipped_step_changes_no_bit(
     assert_equal(before, everything(optimizer, params))
 
 
+def test_clipping_and_the_loss_scale_are_in_the_same_pass() -> None:
+    found = []
+    for scale in (1.0, 1024.0):
+        params = make_params()
+        optimizer: Any = optimizers.FusedAdam(params, max_grad_norm=0.5, master_weights="split", state_dtype="8bit")
+        for step in range(3):
+            set_grads(params, step)
+            torch._foreach_mul_([p.grad for p in params], scale)
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.zeros(())
+            optimizer.step()
+        found.append(everything(optimizer, params))
+    assert_equal(*found)
+
+
 def test_zero_gradients_do_not_blow_up_what_has_moved_once() -> None:
     """A second moment far below that of its neighbours must not be rounded to 0, by whose root the step is divided."""
     param = torch.nn.Parameter(torch.zeros(64, 64))

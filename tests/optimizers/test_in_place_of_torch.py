@@ -145,6 +145,16 @@ def test_backends_agree_on_any_shapes(shapes: list[tuple[int, ...]], dtypes: lis
         torch.testing.assert_close(a, b, rtol=2 * ulp, atol=2 * ulp)
 
 
+def test_parameters_that_are_views_of_one_storage() -> None:
+    base = torch.randn(10)
+    a, b = nn.Parameter(base[:4]), nn.Parameter(base[4:])
+    optim = optimizers.FusedSGD([a, b], lr=0.5)
+    a.grad, b.grad = torch.ones(4), torch.ones(6)
+    expected = base - 0.5
+    optim.step()
+    assert torch.equal(base, expected)
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_larc_bounds_the_rate(dtype: torch.dtype) -> None:
     """You, Gitman and Ginsburg, as Apex has it: the gradient is scaled by min(local / lr, 1), in fp32."""

@@ -65,7 +65,7 @@ def findings(script: Slow) -> list[Finding]:
     names: Any = script.run()
     try:
         return halfstep.profile(
-            names["step"], model=names["model"], optimizer=names["optimizer"], warmup=1, steps=1
+            names["step"], model=names["model"], optimizer=names["optimizer"], warmup=1, steps=2
         ).findings
     finally:
         if dist.is_initialized():
@@ -76,7 +76,7 @@ def findings(script: Slow) -> list[Finding]:
 
 
 ALWAYS = ("a data set that sleeps", "an fp32 island: gelu by hand", "AdamW of many weights")
-"""Slow scripts whose cause costs time on every machine."""
+"""Slow scripts that are slow on every machine; others are fast on a CPU without 16-bit units, or with a slow memory."""
 
 
 @pytest.mark.parametrize(
@@ -475,16 +475,17 @@ def test_a_profile_is_one_screen_and_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_memory_is_bounded_by_the_number_of_ops(tmp_path: Path) -> None:
-    events = [each for i in range(1_000) for each in launched("aten::mm", i, 5 * i, 5 * i + 3)]
-    path = write(tmp_path / "x.json", {"traceEvents": events})
-    events.clear()
-    tracemalloc.start()
-    found = Profile.from_trace(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert found.ops[0][4] == "1,000"
-    assert peak < 3.2 * 2**20
+def test_an_op_takes_a_few_kilobytes(tmp_path: Path) -> None:
+    peaks = []
+    for count in (200, 1_000):
+        events = [each for i in range(count) for each in launched("aten::mm", i, 5 * i, 5 * i + 3)]
+        path = write(tmp_path / "x.json", {"traceEvents": events})
+        events.clear()
+        tracemalloc.start()
+        assert Profile.from_trace(path).ops[0][4] == f"{count:,}"
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert (peaks[1] - peaks[0]) / 800 < 5_000  # 3 kB on Python 3.11
 
 
 # ---- bad input
@@ -550,12 +551,13 @@ def test_what_a_trace_lacks_is_said(tmp_path: Path) -> None:
         Profile.from_trace(path, chip=3)  # type: ignore[arg-type]
 
 
-def test_a_step_that_raises_is_named_and_its_error_is_the_cause() -> None:
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_step_that_raises_is_named_and_its_error_is_the_cause(warmup: int) -> None:
     def step() -> None:
         raise ValueError("no batch left")
 
     with pytest.raises(halfstep.HalfstepError, match="Step 1 raised ValueError: no batch left") as raised:
-        halfstep.profile(step)
+        halfstep.profile(step, warmup=warmup)
     assert isinstance(raised.value.__cause__, ValueError)
 
 

@@ -17,7 +17,7 @@ from halfstep.stepping import replaced
 from halfstep.stepping.replaced import modules_in
 from tests.support.worlds import BF16, Applies, advance, scaled_backward
 
-LEVELS = ["O1", "O2"]
+CASTING_LEVELS = ["O1", "O2"]
 
 
 class Net(nn.Module):
@@ -116,7 +116,7 @@ REPLACING: list[tuple[Callable[[Any], None], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", CASTING_LEVELS)
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize(("replace", "old", "new"), REPLACING)
 def test_a_replaced_parameter_is_refused_at_the_next_step(
@@ -149,7 +149,7 @@ def test_the_modules_are_walked_in_the_first_steps_only(monkeypatch: pytest.Monk
     assert len(walks) == 3
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", CASTING_LEVELS)
 def test_a_closure_and_a_scaler_are_refused_too(level: str) -> None:
     model, optimizer = start(level)
     new_layer(model)
@@ -260,7 +260,7 @@ RIGHT: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", CASTING_LEVELS)
 @pytest.mark.parametrize("change", RIGHT)
 def test_other_changes_of_a_model_are_not_refused(level: str, change: Callable[[Any, Any], Any]) -> None:
     model, optimizer = start(level)
@@ -272,14 +272,14 @@ def test_other_changes_of_a_model_are_not_refused(level: str, change: Callable[[
     del kept
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", CASTING_LEVELS)
 def test_a_parameter_that_was_always_there_replaces_none(level: str) -> None:
     model, optimizer = start(level)
     stepped_by_hand(model, optimizer)
     assert optimizer._amp_stash.replaced.find(optimizer) == []
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", CASTING_LEVELS)
 def test_an_optimizer_of_a_part_minds_that_part_alone(level: str) -> None:
     model, optimizer = start(level, lambda model: [*model.second.parameters(), *model.head.parameters()])
     model.first = nn.Linear(6, 6, **like(model))  # never trained by it
@@ -290,7 +290,7 @@ def test_an_optimizer_of_a_part_minds_that_part_alone(level: str) -> None:
         step(model, optimizer)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", CASTING_LEVELS)
 def test_each_of_two_optimizers_minds_its_own(level: str) -> None:
     model: Any = Net()
     both: Any = [

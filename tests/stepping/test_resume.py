@@ -107,12 +107,10 @@ def test_the_example_learns_on_one_process(tmp_path: Path, monkeypatch: pytest.M
     assert main([*arguments, "--steps", "40", "--lr", "0.005"]) < 3.6  # ln 128 = 4.85 before it learned anything
 
 
-def on_a_rank(rank: int, arguments: list[str]) -> str:
-    """What a rank of the example prints. torchrun sets these variables."""
+def on_a_rank(rank: int, start: int, arguments: list[str]) -> str:
+    """What a rank of the example prints in one of several starts. torchrun sets these variables."""
     dist.destroy_process_group()
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE="2", TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT=arguments[-1]
-    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT=str(start))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(TRAIN))["main"](arguments)
     return printed.getvalue()
@@ -120,9 +118,9 @@ def on_a_rank(rank: int, arguments: list[str]) -> str:
 
 def test_the_example_goes_on_with_two_ranks(tmp_path: Path) -> None:
     printed = []
-    for steps in ("4", "8"):
+    for start, steps in enumerate(("4", "8")):
         with contextlib.closing(Ranks(2)) as ranks:
             arguments = [*SMALL, "--checkpoint", str(tmp_path / "state.pt"), "--steps", steps]
-            printed.append("".join(ranks.run(on_a_rank, arguments)))
+            printed.append("".join(ranks.run(on_a_rank, start, arguments)))
     assert ["resumed at step 4" in each for each in printed] == [False, True]
     assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == 8

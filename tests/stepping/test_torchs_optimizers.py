@@ -25,7 +25,7 @@ def found(request: pytest.FixtureRequest) -> Found:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", HOWS)
 def test_every_setting_steps_as_on_fp32_weights(found: Found, how: str) -> None:
-    assert found[how]["cases"] > 80
+    assert found[how]["cases"] > 60
     wrong = found[how]["wrong"]
     exceptions = EXCEPTIONS.get(how, {}) if compiler.available() else {}  # without it torch's own steps run
     assert not {name: problems for name, problems in wrong.items() if name.partition(",")[0] not in exceptions}, (

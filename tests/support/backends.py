@@ -11,7 +11,10 @@ import torch
 from halfstep import kernels
 from halfstep.kernels.backends import compiler
 
-__all__ = ["needs_compiler", "needs_interpreter", "needs_triton", "on_each_backend", "skip_without_compiler"]
+__all__ = [
+    *("needs_compiler", "needs_interpreter", "needs_triton", "on_each_backend", "seed_without_traces"),
+    "skip_without_compiler",
+]
 
 _REASON = "no C++ compiler: halfstep runs on torch's own steps here"
 
@@ -21,6 +24,12 @@ needs_interpreter = pytest.mark.skipif(
     needs_triton.args[0] or torch.cuda.is_available(), reason="Triton does not interpret here"
 )
 """Of kernels that run in Triton's interpreter, on a CPU."""
+
+
+def seed_without_traces() -> None:
+    """Seed the CPU alone where there is no accelerator: torch keeps a stack trace for each absent kind, 1 ms."""
+    if not torch.accelerator.is_available():
+        torch.manual_seed = torch.default_generator.manual_seed
 
 
 def skip_without_compiler(needed: bool = True) -> None:

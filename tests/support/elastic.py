@@ -1,7 +1,8 @@
 """A job on shards whose ranks are killed: ``python -m tests.support.elastic KILLS SEED DIRECTORY``.
 
-Two ranks train at O2 under FSDP2 in float16 and save after every step. Each time a rank dies, both start anew, as under
-torchrun, and they go on from the newest whole checkpoint. The job must end with the bits of one that nobody disturbed.
+Two ranks train at O2 under FSDP2 in float16 and save after every step. Each time a rank dies, both start anew, as
+torchrun would start them, and they go on from the newest whole checkpoint. The job must end with the bits of a job in
+which no rank dies.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def train(rank: int, folder: Path, steps: int, dies: tuple[int, int, float] | No
         rank: the rank.
         folder: where the checkpoints are.
         steps: the step to end after.
-        dies: the rank that is killed, the step in which it is, and after how many seconds.
+        dies: the rank to kill, the step in which it dies, and the seconds after the step has begun.
     """
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(torch.nn.Linear(8, 15), torch.nn.Tanh(), torch.nn.Linear(15, 4))

@@ -4,6 +4,7 @@ Nor do they import Dynamo, which the first optimizer of torch imports, and which
 
 ``python("-m", "halfstep", "run", "train.py")`` is ``subprocess.run([sys.executable, "-m", ...], capture_output=True)``.
 What a process does before torch is there, such as the options of Python itself and ``sitecustomize``, needs a real one.
+So does what it does after its exit functions, such as an error in a ``__del__``: a forked process ends there.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ def _become(job: dict[str, Any], compiled: str) -> None:
         else:
             runpy.run_path(first, run_name="__main__")
     except SystemExit as left:
-        status = left.code if isinstance(left.code, int) else int(left.code is not None)
-        if isinstance(left.code, str):
+        status = (left.code or 0) & 0xFF if isinstance(left.code, int | None) else 1
+        if not isinstance(left.code, int | None):
             sys.stderr.write(f"{left.code}\n")
     except BaseException as error:  # noqa: BLE001 - as Python does, but with a traceback that does not begin here
         trace = error.__traceback__ and error.__traceback__.tb_next

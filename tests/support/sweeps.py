@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.backends import seed_without_traces
 from tests.support.python import python
 
 __all__ = ["Found", "command", "run"]
@@ -33,7 +34,7 @@ def command(sweep: Callable[[list[str], frozenset[str], bool], Found], hows: Ite
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    torch.manual_seed = torch.default_generator.manual_seed  # without a stack trace for each device that is not there
+    seed_without_traces()
     names = frozenset(filter(None, options.names.split(",")))
     json.dump(sweep(options.how, names, options.all), sys.stdout, indent=1)
 

@@ -323,6 +323,7 @@ def test_a_hyperparameter_that_changes_in_every_step_ends_recording() -> None:
 
 @pytest.mark.usefixtures("tapes")
 def test_only_so_many_kinds_of_batches_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert graphed_steps._MOST_GRAPHS == 16  # as docs/train-step.md says
     monkeypatch.setattr(graphed_steps, "_MOST_GRAPHS", 2)
     ours, theirs = pair()
     for rows in range(2, 5):
