@@ -42,7 +42,7 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
 CODE_LINES_OF_GROUPS = {"engine and amp": 11_613, "compat": 3_298, "diagnostics": 3_904, "paddle": 1_458}
 ALL_CODE_LINES = 22_116
 FEATURES = {"diagnosis": (484, 537), "formats": (1_499, 1_295), "searching": (844, 539)}
-FEATURES |= {"profiling": (1_097, 783), "parity": (500, 443)}
+FEATURES |= {"profiling": (1_097, 782), "parity": (500, 443)}
 """Lines of code of a room and of its tests. The budgets of all sources and all tests leave them out (issue 48)."""
 KINDS_AND_FIELDS = (9, 72)  # of the objects behind one attached optimizer
 ALL_TEST_LINES = 35_891
