@@ -17,7 +17,8 @@ from tests.distributed.test_accumulation_across_processes import data, net, word
 from tests.support.processes import Ranks
 from tests.support.worlds import assert_equal, scaled_backward, start_amp, step_and_clear, with_optimizer
 
-# One string a rank, one word a window, one letter a micro-step: u is unsynced, s is synced, - is no pass, c clips.
+# One string a rank, one word a window, one letter a micro-step: u is unsynced, s is synced, - is no pass, c clips, and
+# z drops the gradients.
 PASSES, CLIPS = "had different numbers of backward passes in no_sync()", "called clip_master_grads"
 PLANS = {  # what ranks do, the window in which they part, the error
     "the first window": ("u u", "- u", 0, PASSES),
@@ -27,7 +28,7 @@ PLANS = {  # what ranks do, the window in which they part, the error
     "one clips more": ("su suc", "su su-", 1, CLIPS),
     "one clips after another pass": ("uc uc", "uc -c", 1, PASSES),
 }
-EQUAL = ("us usu u", "-s -su u")  # the ranks differ before the last synced pass only
+EQUAL = ("us usu u uuzu", "-s -su u -uzu")  # the ranks differ before the last synced pass, or in what they drop
 
 
 def train(rank: int, plans: tuple[str, str], level: str, scale: float, backends: str) -> tuple[int, str, list[Any]]:
@@ -44,6 +45,8 @@ def train(rank: int, plans: tuple[str, str], level: str, scale: float, backends:
                 for micro, kind in enumerate(window):
                     if kind == "c":
                         optim.clip_master_grads(0.5)
+                    elif kind == "z":
+                        optim.zero_grad()
                     elif kind != "-":
                         with nullcontext() if kind == "s" else ddp.no_sync():
                             loss = ddp(data(rank, step, micro)).float().square().mean()
@@ -85,7 +88,7 @@ def test_without_a_cpu_backend_it_is_an_error_on_every_rank_before_the_next_step
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_what_differs_before_the_last_synced_pass_is_averaged(ranks: Ranks, level: str) -> None:
     first, second = ranks.run(train, EQUAL, level, 128.0, "cpu:gloo")
-    assert first[:2] == second[:2] == (3, "")
+    assert first[:2] == second[:2] == (4, "")
     assert_equal(first[2], second[2])
 
 
