@@ -87,7 +87,7 @@ def train(rank: int, name: str, face: str, micros: int, steps: int, anew: bool) 
 def test_plans_are_made_once_and_nothing_grows(ranks: Ranks, name: str, face: str, micros: int) -> None:
     for figures in ranks.run(train, name, face, micros, 6, False):
         assert [made for made, _ in figures[2:]] == [{}] * 4
-        assert figures[2][1] == figures[5][1]
+        assert figures[5][1] <= figures[2][1]  # what an earlier test left in the rank may go meanwhile
 
 
 def test_plans_that_are_made_in_every_step_are_noticed(ranks: Ranks) -> None:
