@@ -45,7 +45,7 @@ FEATURES = {"diagnosis": (484, 537), "formats": (1_499, 1_295), "searching": (84
 FEATURES |= {"profiling": (1_097, 782), "parity": (500, 443)}
 """Lines of code of a room and of its tests. The budgets of all sources and all tests leave them out (issue 48)."""
 KINDS_AND_FIELDS = (9, 72)  # of the objects behind one attached optimizer
-ALL_TEST_LINES = 35_891
+ALL_TEST_LINES = 35_893
 
 
 def above(what: str, found: Sequence[int], budget: Sequence[int], units: Sequence[str], advice: str) -> str:
