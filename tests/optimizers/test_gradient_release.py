@@ -260,7 +260,7 @@ def test_ten_bytes_a_parameter(loss_scale: float, ordinary: float, emulated: flo
     wanted = [10 + 2 / 8, ordinary]
     if not has_units(arguments["device"], BF16, "matmul"):  # backward computes in fp32, from an fp32 weight
         wanted = [10 + 8 / 8, emulated]
-    assert found == pytest.approx(wanted, abs=0.01)
+    assert found == pytest.approx(wanted, abs=0.02)
 
 
 def test_gradients_are_freed_one_by_one(tiny_buckets: None) -> None:
