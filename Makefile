@@ -45,7 +45,7 @@ coverage: $(VENV)/.installed-coverage
 	$(BIN)/coverage html
 	$(BIN)/coverage report
 
-# Some tests of every folder, in a minute or so; what is left out is marked exhaustive. Of the others every value of a
+# Some tests of nearly every folder, in a minute and a half; what is left out is marked exhaustive. Of the others every value of a
 # parameter is in one case.
 QUICK := --timeout=300 -m "not exhaustive" --combinations each
 quick: $(VENV)/.installed-test

@@ -57,10 +57,10 @@ ENDINGS = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_a_real_process_ends_as_under_python(tmp_path: Path) -> None:
     """What a forked process leaves out: objects that are torn down after the script."""
-    script = "class Last:\n    def __del__(self): raise ValueError('torn down')\nlast = Last()\n"
-    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "train.py").write_text("class Last:\n    def __del__(self): raise ValueError('torn down')\nlast = Last()")
     ends = []
     for ways in (["-m", "halfstep", "run"], []):
         command = [sys.executable, *ways, "train.py"]

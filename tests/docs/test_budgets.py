@@ -39,8 +39,8 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
     "diagnostics": ("diagnostics",),
     "paddle": ("paddle",),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_613, "compat": 3_298, "diagnostics": 3_904, "paddle": 1_458}
-ALL_CODE_LINES = 22_116
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_612, "compat": 3_298, "diagnostics": 3_904, "paddle": 1_458}
+ALL_CODE_LINES = 22_115
 FEATURES = {"diagnosis": (484, 537), "formats": (1_499, 1_295), "searching": (844, 539)}
 FEATURES |= {"profiling": (1_097, 782), "parity": (500, 443)}
 """Lines of code of a room and of its tests. The budgets of all sources and all tests leave them out (issue 48)."""

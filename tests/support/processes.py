@@ -159,7 +159,7 @@ def one_rank() -> Iterator[None]:
 
 @functools.cache
 def ranks_of(world: int) -> Ranks:
-    """So many processes, which all tests of a run share."""
+    """The ``world`` processes that all tests of a run share; mark a test that uses them exhaustive."""
     made = Ranks(world)
     atexit.register(made.close)
     return made

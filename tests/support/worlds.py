@@ -115,7 +115,7 @@ def step_and_clear(optimizer: Any) -> None:
 
 
 def assert_equal(found: Iterable[Any], expected: Iterable[Any]) -> None:
-    """Assert that tensors, or what holds them, equal others to the bit, each the one at its place."""
+    """Assert that tensors, or containers of tensors, are equal bit for bit, in order."""
     torch.testing.assert_close([*found], [*expected], rtol=0.0, atol=0.0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Iterable
@@ -154,7 +153,6 @@ class OpLists:
         """Return the reason why an op is on its list, in one word; empty for an op on no list."""
         return self.row(name).reason
 
-    @functools.lru_cache(maxsize=2**13)  # noqa: B019 - a few lists, of which each table of rules asks for every row
     def row(self, name: str) -> Op:
         """Return the row of an op in these lists: ``list`` is its rule, and ``reason`` the reason for it."""
         op = row_of(name)
