@@ -60,12 +60,12 @@ ENDINGS = [
 @pytest.mark.exhaustive
 def test_a_real_process_ends_as_under_python(tmp_path: Path) -> None:
     """What a forked process leaves out: objects that are torn down after the script."""
-    (tmp_path / "train.py").write_text("class Last:\n    def __del__(self): raise ValueError('torn down')\nlast = Last()")
+    (tmp_path / "train.py").write_text("class Last:\n    def __del__(self): raise ValueError('ended')\nlast = Last()")
     ends = []
     for ways in (["-m", "halfstep", "run"], []):
         command = [sys.executable, *ways, "train.py"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
-        ends.append((done.returncode, done.stdout, "ValueError: torn down" in done.stderr))
+        ends.append((done.returncode, done.stdout, "ValueError: ended" in done.stderr))
     assert ends == [(0, "", True)] * 2
 
 
